@@ -1,0 +1,239 @@
+"""What a run is made of: frozen dataclasses that the command line, a recipe and a saved config.json share.
+
+Nothing here imports torch, so `blockdraft --help` stays quick.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """Something the user can mend: the message says what was expected, what was found and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The frozen large model."""
+
+    path: str = ""
+    """Directory, .gguf file or hub name of the target."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Data type the target computes in."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Shape of the drafter; None means: derived from the target (docs/algorithm.md, section 2)."""
+
+    num_layers: int = 5
+    block_size: int = 16
+    """Tokens of a block, anchor included."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Target layers whose outputs are the context features."""
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    window: int | None = None
+    """Sliding window over the context, in tokens, for the layers named by window_layers."""
+    window_layers: tuple[int, ...] = ()
+    causal: bool = False
+    """Attend inside a block to earlier slots only."""
+    mask_token_id: int | None = None
+    init_from: str = ""
+    """Published-format export to start from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where documents come from and how they become rows."""
+
+    train: str = ""
+    """Token store written by `blockdraft prepare`."""
+    row_length: int = 4096
+    """Tokens of a packed drafter row (T)."""
+    num_rows: int = 1
+    """Rows of a micro-batch (R)."""
+    num_anchors: int | None = None
+    """Anchors of a row (A); None means row_length / 4."""
+    sort_window: int = 1024
+    """Documents sorted by length together."""
+    target_tokens: int = 8192
+    """Token budget of one target batch, padding included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What is minimised (docs/algorithm.md, section 5)."""
+
+    objective: Literal["ce"] = "ce"
+    gamma: float | None = None
+    """Decay of the position weight; None means: by block size."""
+    after_gap: bool = False
+    """Go on supervising behind the first unsupervised slot of a block."""
+    draft_vocab: Literal["full", "data"] = "full"
+    """Ids the head is restricted to in training: all, or those that occur in supervised positions of the data."""
+    chunk_rows: int = 4096
+    """Block tokens that pass through the head at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: torch.optim.Muon for the matrices, AdamW for the rest."""
+    lr: float = 6e-4
+    muon_lr: float = 0.02
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    warmup: float = 0.04
+    """Share of the steps that warm up linearly."""
+    decay: float = 0.5
+    """Share of the steps, at the end, over which wsd decays linearly."""
+    final_lr: float = 0.1
+    """Learning rate at the end, as a share of lr."""
+    accumulation: int = 1
+    """Micro-batches of a step, over all drafters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Threads, devices and the channel between them."""
+
+    topology: Literal["pool", "pairs", "shared"] = "pool"
+    targets: tuple[str, ...] = ("cpu",)
+    """Device of each target worker, such as cuda:0."""
+    drafters: tuple[str, ...] = ("cpu",)
+    """Device of each drafter worker."""
+    channel_depth: int = 2
+    """Slots between target and drafter, per drafter."""
+    reuse: int = 1
+    """Passes over one slot, each with fresh anchors, before it is released."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """auto: compiled flex_attention on a GPU, masked SDPA on a CPU."""
+    poison: bool = False
+    """Debug: overwrite drained slots with NaN."""
+    cpu_threads: int | None = None
+    """Intra-op threads of each CPU worker; None means cores / workers that are busy."""
+    stall_seconds: float = 300.0
+    """Print all stacks and stop when nothing moved for this long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out acceptance during the run, by replay."""
+
+    prompts: str = ""
+    """JSONL of conversations that end with a user turn; empty: no evaluation."""
+    every: int = 100
+    """Steps between evaluations; also before the first step and after the last."""
+    num_prompts: int = 32
+    max_new_tokens: int = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run, resolved: saved as config.json in the run directory and readable back."""
+
+    run_dir: str = "runs/run"
+    seed: int = 0
+    steps: int | None = None
+    """Optimizer steps; None means: by epochs."""
+    epochs: float = 6.0
+    log_every: int = 1
+    save_every: int = 500
+    keep_last: int = 2
+    """Checkpoints kept."""
+    resume: str = ""
+    """Checkpoint directory, or auto for the newest of run_dir."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+def to_json(config: RunConfig) -> str:
+    """The config as indented JSON, every default written out."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str, source: str = "config.json") -> RunConfig:
+    """Reads what `to_json` wrote; unknown names and wrong types are errors that name the field.
+
+    Raises:
+        ConfigError: not JSON, an unknown field, or a value of the wrong type.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}, line {error.lineno}: expected JSON, found {error.msg}") from error
+    config: RunConfig = _build(RunConfig, values, source, "")
+    return config
+
+
+def read_config(path: Path) -> RunConfig:
+    """Reads a saved config.json."""
+    return from_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def _build(cls: type, values: Any, source: str, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source}: {prefix or 'the top level'} must be an object, found {type(values).__name__}")
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"{source}: unknown field {prefix}{unknown[0]}; known here: {', '.join(sorted(known))}")
+    return cls(**{name: _value(hints[name], value, source, prefix + name) for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any, source: str, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, source, name + ".")
+    if _fits(hint, value):
+        return _coerce(hint, value)
+    raise ConfigError(f"{source}: {name} must be {_spell(hint)}, found {value!r}")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return any(_fits(part, value) for part in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and (
+            all(_fits(args[0], v) for v in value)
+            if len(args) == 2 and args[1] is Ellipsis
+            else len(value) == len(args) and all(map(_fits, args, value))
+        )
+    if hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is hint
+
+
+def _coerce(hint: Any, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if hint is float else value
+
+
+def _spell(hint: Any) -> str:
+    return str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
