@@ -47,6 +47,8 @@ class DrafterConfig:
     causal: bool = False
     """Attend inside a block to earlier slots only."""
     mask_token_id: int | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Data type the drafter computes in; its master weights are float32 always."""
     init_from: str = ""
     """Published-format export to start from."""
 

@@ -1,0 +1,107 @@
+"""Attention backends of the drafter in training: masked SDPA (reference, CPU) and compiled flex_attention (GPU).
+
+R rows, T context tokens, Q block tokens, K = T + Q keys, H query heads, G key/value heads, E head width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from blockdraft.models.blocks import visibility
+from blockdraft.models.drafter import Attend, DrafterShape
+
+
+def sdpa_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor) -> Attend:
+    """The reference: one dense boolean mask a layer kind, [R, 1, Q, K]."""
+
+    def dense(window: int | None) -> Tensor:
+        seen = visibility(document_RT, position_RT, anchor_RA, shape.block_size, window=window, causal=shape.causal)
+        return seen[:, None]
+
+    full = dense(None) if len(shape.window_layers) < shape.num_layers else None
+    windowed = dense(shape.window) if shape.window_layers else None
+
+    def attend(
+        layer: int,
+        query_RHQE: Tensor,
+        context_key_RGTE: Tensor,
+        context_value_RGTE: Tensor,
+        block_key_RGQE: Tensor,
+        block_value_RGQE: Tensor,
+    ) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query_RHQE,
+            torch.cat([context_key_RGTE, block_key_RGQE], dim=2),
+            torch.cat([context_value_RGTE, block_value_RGQE], dim=2),
+            attn_mask=windowed if layer in shape.window_layers else full,
+            enable_gqa=True,
+        )
+
+    return attend
+
+
+def block_mask(
+    shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor, window: int | None
+) -> BlockMask:
+    """The same visibility as a flex_attention mask."""
+    length, num_tokens = shape.block_size, document_RT.shape[1]
+    num_rows, num_anchors = anchor_RA.shape
+    safe_RA = anchor_RA.clamp(min=0)
+    document_RA = torch.where(anchor_RA >= 0, document_RT.gather(1, safe_RA), -2)
+    before_RA = position_RT.gather(1, safe_RA)
+
+    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // length, query % length
+        inside = key.clamp(max=num_tokens - 1)
+        context = (key < num_tokens) & (document_RT[row, inside] == document_RA[row, block])
+        context = context & (position_RT[row, inside] < before_RA[row, block])
+        if window is not None:
+            context = context & (position_RT[row, inside] > before_RA[row, block] + slot - window)
+        own = (key >= num_tokens) & ((key - num_tokens) // length == block)
+        if shape.causal:
+            own = own & ((key - num_tokens) % length <= slot)
+        return context | own
+
+    num_queries = num_anchors * length
+    return create_block_mask(
+        sees, num_rows, None, num_queries, num_tokens + num_queries, device=str(anchor_RA.device)
+    )
+
+
+def compile_flex() -> Callable[..., Any]:
+    """flex_attention compiled for fixed shapes. One per worker: call it first in the thread that will use it."""
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def flex_attend(
+    shape: DrafterShape,
+    document_RT: Tensor,
+    position_RT: Tensor,
+    anchor_RA: Tensor,
+    compiled: Callable[..., Any],
+) -> Attend:
+    """Block-sparse attention through a compiled flex_attention."""
+    full = block_mask(shape, document_RT, position_RT, anchor_RA, None)
+    windowed = block_mask(shape, document_RT, position_RT, anchor_RA, shape.window) if shape.window_layers else full
+
+    def attend(
+        layer: int,
+        query_RHQE: Tensor,
+        context_key_RGTE: Tensor,
+        context_value_RGTE: Tensor,
+        block_key_RGQE: Tensor,
+        block_value_RGQE: Tensor,
+    ) -> Tensor:
+        out: Tensor = compiled(
+            query_RHQE,
+            torch.cat([context_key_RGTE, block_key_RGQE], dim=2),
+            torch.cat([context_value_RGTE, block_value_RGQE], dim=2),
+            block_mask=windowed if layer in shape.window_layers else full,
+            enable_gqa=True,
+        )
+        return out
+
+    return attend
