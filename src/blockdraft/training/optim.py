@@ -1,0 +1,153 @@
+"""Optimizers on float32 masters, the schedule, and clipping.
+
+The drafter computes in its own type; every micro-batch's gradient is added into the float32 master's gradient as soon
+as autograd has finished it, so accumulation never rounds to bfloat16.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.config import ConfigError, OptimConfig
+
+
+def lr_scale(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Learning rate of a step (0-based) as a share of the peak.
+
+    Linear warm-up over `warmup` of the steps; then cosine or linear down to `final_lr`, or (wsd) constant and linear
+    over the last `decay` of the steps.
+    """
+    warmup_steps = round(config.warmup * total_steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    first = warmup_steps if config.schedule != "wsd" else max(warmup_steps, total_steps - round(config.decay * total_steps))
+    progress = min(1.0, max(0.0, (step - first + 1) / max(1, total_steps - first)))
+    if config.schedule == "cosine":
+        return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - (1 - config.final_lr) * progress
+
+
+class MasterOptimizer:
+    """AdamW, or Muon for matrices with AdamW for the rest, on float32 masters of a module's weights."""
+
+    def __init__(self, module: nn.Module, config: OptimConfig) -> None:
+        self.config = config
+        self.weights = dict(module.named_parameters())
+        same = all(weight.dtype == torch.float32 for weight in self.weights.values())
+        self.masters = (
+            self.weights
+            if same
+            else {name: nn.Parameter(weight.detach().float()) for name, weight in self.weights.items()}
+        )
+        self._owns_masters = not same
+        if self._owns_masters:
+            for name, weight in self.weights.items():
+                weight.register_post_accumulate_grad_hook(self._accumulate(self.masters[name]))
+        matrices = [master for master in self.masters.values() if master.dim() == 2]
+        others = [master for master in self.masters.values() if master.dim() != 2]
+        self.parts: dict[str, torch.optim.Optimizer] = {}
+        if config.optimizer == "muon":
+            self.parts["muon"] = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
+        else:
+            others = matrices + others
+        self.parts["adamw"] = torch.optim.AdamW(
+            others, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        self.peaks = {"muon": config.muon_lr, "adamw": config.lr}
+        self.skipped = torch.zeros((), device=next(iter(self.weights.values())).device)
+
+    @staticmethod
+    def _accumulate(master: nn.Parameter) -> "_AddGradient":
+        return _AddGradient(master)
+
+    def gradients(self) -> list[Tensor]:
+        """The float32 gradients, in a fixed order; a weight that got none has zeros."""
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self.masters.values() if master.grad is not None]
+
+    @torch.no_grad()
+    def step(self, scale: float) -> Tensor:
+        """Clips, updates the masters at `scale` of the peak learning rate, copies them into the weights.
+
+        Returns the gradient's norm before clipping. A step whose norm is not finite changes no master and no moment.
+        """
+        gradients = self.gradients()
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
+        is_finite = bool(torch.isfinite(norm))
+        if is_finite:
+            for name, part in self.parts.items():
+                for group in part.param_groups:
+                    group["lr"] = self.peaks[name] * scale
+                part.step()
+            if self._owns_masters:
+                torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
+        else:
+            self.skipped += 1
+        for gradient in gradients:
+            gradient.zero_()
+        return norm
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Masters and moments under flat names."""
+        names = {id(master): name for name, master in self.masters.items()}
+        found = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        for part_name, part in self.parts.items():
+            for master, state in part.state.items():
+                for key, value in state.items():
+                    found[f"{part_name}.{key}.{names[id(master)]}"] = torch.as_tensor(value)
+        return found
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Restores what `state_tensors` gave.
+
+        Raises:
+            ConfigError: the tensors belong to another optimizer or another drafter.
+        """
+        masters = {name.removeprefix("master."): value for name, value in tensors.items() if name.startswith("master.")}
+        if set(masters) != set(self.masters):
+            odd = sorted(set(masters) ^ set(self.masters))
+            raise ConfigError(f"the checkpoint's weights are not this drafter's: {odd[0]} is in only one of them")
+        for name, value in masters.items():
+            self.masters[name].copy_(value)
+        if self._owns_masters:
+            torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
+        for part_name, part in self.parts.items():
+            part.state.clear()
+            names = {id(master): name for name, master in self.masters.items()}
+            for group in part.param_groups:
+                for master in group["params"]:
+                    self._load_moments(part_name, part, master, names[id(master)], tensors)
+        stray = {name.split(".")[0] for name in tensors} - {"master", *self.parts}
+        if stray:
+            raise ConfigError(f"the checkpoint holds moments of {sorted(stray)}, this run uses {sorted(self.parts)}")
+
+    @staticmethod
+    def _load_moments(
+        part_name: str, part: torch.optim.Optimizer, master: Tensor, name: str, tensors: dict[str, Tensor]
+    ) -> None:
+        for full_name, value in tensors.items():
+            if full_name.startswith(f"{part_name}.") and full_name.endswith(f".{name}"):
+                key = full_name.removeprefix(f"{part_name}.").removesuffix(f".{name}")
+                if "." not in key:
+                    device = "cpu" if key == "step" and master.device.type == "cpu" else master.device
+                    part.state[master][key] = value.to(device=device, copy=True)
+
+
+class _AddGradient:
+    """Adds a finished gradient into the master's and frees it."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self.master = master
+
+    def __call__(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        if self.master.grad is None:
+            self.master.grad = weight.grad.float()
+        else:
+            self.master.grad.add_(weight.grad)
+        weight.grad = None
