@@ -1,0 +1,148 @@
+"""The command line: `blockdraft VERB ...`.
+
+The verb is looked up first and only its module is imported, so that `blockdraft --help` answers without torch.
+A command's module has a dataclass `Options`, from which its flags are made, and `run(options) -> int`. `train` takes a
+recipe as well: its flags are the fields of the recipe's RunConfig, and its module has `run(config, options) -> int`.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from types import ModuleType
+from typing import Annotated, Any, Final, NamedTuple
+
+from blockdraft.config import ConfigError, RunConfig
+from blockdraft.recipes import list_recipes, load_recipe
+
+
+class Verb(NamedTuple):
+    """A row of `blockdraft --help`."""
+
+    module: str
+    help: str
+
+
+VERBS: Final = {
+    "prepare": Verb("blockdraft.commands.prepare", "conversations to a token store, by the target's own chat template"),
+    "regenerate": Verb("blockdraft.commands.regenerate", "replace the answers of conversations by the target's own"),
+    "train": Verb("blockdraft.commands.train", "train a drafter from a recipe"),
+    "evaluate": Verb("blockdraft.commands.evaluate", "acceptance length and speed, by decoding or by replay"),
+    "generate": Verb("blockdraft.commands.generate", "stream one answer, accepted tokens coloured"),
+    "export": Verb("blockdraft.commands.export", "write a drafter in the published format and compare it"),
+}
+EXIT_ERROR: Final = 2  # As for a flag that does not exist.
+EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code: 2 for what the user can mend, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(_overview())
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        sys.stdout.write(f"blockdraft {_version()}\n")
+        return 0
+    if name not in VERBS:
+        raise ConfigError(_unknown_verb(name))
+    if name == "train":
+        return _train(rest)
+    module = importlib.import_module(VERBS[name].module)
+    return int(module.run(_parse(module.Options, f"blockdraft {name}", rest, module.__doc__)))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("blockdraft")
+    except metadata.PackageNotFoundError:
+        return "(run from source, not installed)"
+
+
+def _train(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(_train_overview())
+        return 0
+    recipe, rest = arguments[0], arguments[1:]
+    if recipe.startswith("-"):
+        raise ConfigError(
+            f"blockdraft train expects a recipe before the flags, found {recipe}; known: {_known_recipes()}"
+        )
+    config = load_recipe(recipe)
+    module = importlib.import_module(VERBS["train"].module)
+    parsed = _parse(_train_arguments(module, config), f"blockdraft train {recipe}", rest, module.__doc__)
+    return int(module.run(parsed.config, parsed.options))
+
+
+def _train_arguments(module: ModuleType, config: RunConfig) -> type:
+    """One set of flags for both: `--optim.lr` of the config beside the command's own, neither with a prefix."""
+    from tyro.conf import arg
+
+    unprefixed = arg(name="")
+    return dataclasses.make_dataclass(
+        "TrainArguments",
+        [
+            ("config", Annotated[RunConfig, unprefixed], dataclasses.field(default=config)),
+            ("options", Annotated[module.Options, unprefixed]),
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def _parse(options: type, prog: str, arguments: list[str], docstring: str | None) -> Any:
+    # Loaded here: the lists of verbs and recipes answer at once without it.
+    import tyro
+
+    description = (docstring or "").strip().split("\n\n")[0]
+    return tyro.cli(options, prog=prog, args=arguments, description=description)
+
+
+def _overview() -> str:
+    verbs = "".join(f"  {name:<12}{verb.help}\n" for name, verb in VERBS.items())
+    return (
+        "usage: blockdraft VERB [flags]\n\n"
+        "Trains draft models for speculative decoding (DFlash) beside their frozen target.\n\n"
+        f"verbs:\n{verbs}\n"
+        "blockdraft VERB --help lists a verb's flags; blockdraft --version prints the version.\n"
+    )
+
+
+def _train_overview() -> str:
+    recipes = "".join(f"  {name:<16}{text}\n" for name, text in list_recipes().items())
+    return (
+        "usage: blockdraft train RECIPE [flags over the recipe, such as --optim.lr 3e-4]\n\n"
+        f"RECIPE is one of\n{recipes}"
+        "  FILE.py         a Python file with a function recipe() -> RunConfig\n"
+        "  FILE.py:NAME    the same with another function\n"
+        "  config.json     what an earlier run saved\n\n"
+        "blockdraft train RECIPE --help lists the flags with the recipe's own values.\n"
+    )
+
+
+def _known_recipes() -> str:
+    return ", ".join(list_recipes())
+
+
+def _unknown_verb(name: str) -> str:
+    near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "blockdraft --help lists them"
+    return f"blockdraft knows no verb {name!r} (known: {', '.join(VERBS)}); {hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""A saved config reads back as it was, and a wrong one is refused by the name of its field."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdraft.config import (
+    ConfigError,
+    DataConfig,
+    DrafterConfig,
+    OptimConfig,
+    RunConfig,
+    RuntimeConfig,
+    from_json,
+    read_config,
+    to_json,
+)
+from blockdraft.recipes import RECIPES
+
+
+def test_a_config_reads_back_as_it_was_written() -> None:
+    config = RunConfig(
+        steps=7,
+        trackers=("wandb", "trackio"),
+        drafter=DrafterConfig(target_layer_ids=(1, 8), window=16, window_layers=(0,)),
+        optim=OptimConfig(lr=6e-4, betas=(0.8, 0.9)),
+        runtime=RuntimeConfig(targets=("cuda:0", "cuda:1")),
+    )
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_reads_back_as_it_was_written(name: str) -> None:
+    config = RECIPES[name]()
+    assert from_json(to_json(config)) == config
+
+
+def test_every_default_is_written_out() -> None:
+    values = json.loads(to_json(RunConfig()))
+    assert set(values) == {field.name for field in dataclasses.fields(RunConfig)}
+    assert values["optim"]["lr"] == 6e-4
+    assert values["drafter"]["target_layer_ids"] is None
+
+
+def test_a_missing_field_takes_its_default() -> None:
+    assert from_json('{"data": {"row_length": 64}}') == RunConfig(data=DataConfig(row_length=64))
+
+
+def test_a_whole_number_is_a_float_where_a_float_is_due() -> None:
+    clip = from_json('{"optim": {"clip": 1}}').optim.clip
+    assert (clip, type(clip)) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"optim": {"lr": "6e-4"}}, "optim.lr"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas"),
+        ({"steps": 1.5}, "steps"),
+        ({"steps": True}, "steps"),
+        ({"optim": {"lr": False}}, "optim.lr"),
+        ({"target": {"dtype": "float16"}}, "target.dtype"),
+        ({"runtime": {"targets": "cpu"}}, "runtime.targets"),
+        ({"runtime": {"targets": [0]}}, "runtime.targets"),
+        ({"drafter": {"target_layer_ids": [1, "2"]}}, "drafter.target_layer_ids"),
+        ({"data": []}, "data"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.json: {field}\.? must be"):
+        from_json(json.dumps(values), "run.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [({"step": 3}, "step"), ({"optim": {"learning_rate": 3}}, r"optim\.learning_rate")],
+)
+def test_an_unknown_field_is_refused_by_name(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.json: unknown field {field}; known here: .*"):
+        from_json(json.dumps(values), "run.json")
+
+
+def test_broken_json_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{\n  "steps": 3,\n}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json, line [23]: expected JSON"):
+        read_config(path)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().steps = 3  # type: ignore[misc]
