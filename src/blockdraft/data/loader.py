@@ -1,0 +1,260 @@
+"""Numbered micro-batches from a token store: packed rows, anchors, labels, target batches, step denominators.
+
+R rows, T tokens of a row, A anchors, L block positions, S = L - 1 drafted slots; B documents and P tokens of a target
+batch. A fill is the contents of one slot; it serves `reuse` passes, each a micro-batch with anchors of its own.
+
+Every random draw is keyed by (seed, purpose, number), so a loader can start at any micro-batch and a resumed run draws
+the same, whatever the number of workers.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockdraft.config import ConfigError
+from blockdraft.data.anchors import block_labels, eligible_anchors, sample_anchors
+from blockdraft.data.packing import FillPlan, PaddingShare, Placed, epoch_plan, padding_share, shapes_of
+from blockdraft.data.store import Store
+
+_ORDER, _ANCHORS = 0, 1
+
+
+class TargetBatch(NamedTuple):
+    """One forward of the target."""
+
+    input_ids_BP: Tensor
+    slot_index_BP: Tensor
+    """Row of the flattened slot [R * T + 1, C * D] that each token's features go to; padding goes to the last."""
+
+
+class MicroBatch(NamedTuple):
+    """One pass of a drafter over a slot."""
+
+    step: int
+    """Optimizer step that it belongs to."""
+    is_last: bool
+    """Whether it is its drafter's last of the step."""
+    denominator: float
+    """The whole step's sum of weights, over all drafters."""
+    input_ids_RT: Tensor
+    document_RT: Tensor
+    position_RT: Tensor
+    anchor_RA: Tensor
+    label_RAS: Tensor
+    supervised_RAS: Tensor
+    weight_RAS: Tensor
+
+
+class Fill(NamedTuple):
+    """What a slot is filled with, and its passes."""
+
+    number: int
+    batches: tuple[TargetBatch, ...]
+    used_R: tuple[int, ...]
+    """Tokens in use of each row; the rest is padding."""
+    passes: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Everything the loader's arithmetic depends on."""
+
+    row_length: int
+    num_rows: int
+    num_anchors: int
+    sort_window: int
+    target_tokens: int
+    block_size: int
+    weight_L: tuple[float, ...]
+    after_gap: bool
+    seed: int
+    num_drafters: int
+    accumulation: int
+    """Micro-batches of a step, over all drafters."""
+    reuse: int
+
+    def __post_init__(self) -> None:
+        if self.accumulation % self.num_drafters:
+            raise ConfigError(
+                f"optim.accumulation ({self.accumulation}) must be a multiple of the number of drafters "
+                f"({self.num_drafters}): it counts the micro-batches of a step over all drafters"
+            )
+
+    @property
+    def per_drafter(self) -> int:
+        """Micro-batches of a step for each drafter."""
+        return self.accumulation // self.num_drafters
+
+
+class LoaderCounts(NamedTuple):
+    """What became of the documents, over the first epoch's plan."""
+
+    documents: int
+    skipped_unanchored: int
+    """Documents without two supervised tokens in a row."""
+    padding: PaddingShare
+    fills: int
+
+
+class Loader:
+    """Iterates over fills, one optimizer step ahead of what it yields."""
+
+    def __init__(self, store: Store, config: LoaderConfig, draft_ids: np.ndarray | None = None) -> None:
+        """`draft_ids`: sorted ids of a draft vocabulary; labels become indices into it, -1 outside.
+
+        Raises:
+            ConfigError: no document has an eligible anchor, or one is longer than a row.
+        """
+        self.store, self.config = store, config
+        self.draft_index_V: np.ndarray | None = None
+        if draft_ids is not None:
+            self.draft_index_V = np.full(int(draft_ids.max()) + 1, -1, dtype=np.int64)
+            self.draft_index_V[draft_ids] = np.arange(len(draft_ids))
+        anchored = np.asarray([_has_anchor(store[i].loss_mask) for i in range(len(store))], dtype=bool)
+        self.documents = np.flatnonzero(anchored)
+        if not len(self.documents):
+            raise ConfigError(
+                f"the token store's {len(store)} documents hold no two supervised tokens in a row, so no block can be "
+                "anchored; look at the drops in its manifest.json"
+            )
+        self.lengths = store.lengths[self.documents]
+        plans = list(self._epoch(0))
+        self.shapes = shapes_of(plans)
+        self.counts = LoaderCounts(
+            documents=len(store),
+            skipped_unanchored=len(store) - len(self.documents),
+            padding=padding_share(plans),
+            fills=len(plans),
+        )
+
+    def steps_for(self, epochs: float) -> int:
+        """Optimizer steps that make up `epochs` passes over the documents."""
+        return max(1, round(epochs * self.counts.fills * self.config.reuse / self.config.accumulation))
+
+    def _epoch(self, epoch: int) -> Iterator[FillPlan]:
+        config = self.config
+        return epoch_plan(
+            self.lengths,
+            num_rows=config.num_rows,
+            row_length=config.row_length,
+            sort_window=config.sort_window,
+            target_tokens=config.target_tokens,
+            generator=np.random.default_rng([config.seed, _ORDER, epoch]),
+        )
+
+    def _plans(self) -> Iterator[FillPlan]:
+        epoch = 0
+        while True:
+            yield from self._epoch(epoch)
+            epoch += 1
+
+    def fills(self, first_step: int, total_steps: int) -> Iterator[Fill]:
+        """Fills in order, from the one that holds the first micro-batch of `first_step` to the last step's.
+
+        A fill's passes that belong to steps outside the range are left out.
+        """
+        config, waiting = self.config, deque[Fill]()
+        totals: dict[int, float] = {}
+        missing: dict[int, int] = {}
+        for number, plan in enumerate(self._plans()):
+            if self._steps_of(number)[0] >= total_steps:
+                # Fills come in groups of one per drafter; a whole group lies behind the last step.
+                break
+            if self._steps_of(number)[-1] < first_step:
+                continue
+            fill = self._materialise(number, plan, first_step, total_steps)
+            waiting.append(fill)
+            for one in fill.passes:
+                totals[one.step] = totals.get(one.step, 0.0) + float(one.weight_RAS.sum(dtype=torch.float64))
+                missing[one.step] = missing.get(one.step, config.accumulation) - 1
+            while waiting and all(not missing[one.step] for one in waiting[0].passes):
+                yield self._stamp(waiting.popleft(), totals)
+        assert not waiting, "a step was cut short"
+
+    def _steps_of(self, number: int) -> list[int]:
+        """Optimizer step of each pass of a fill."""
+        first = number // self.config.num_drafters * self.config.reuse
+        return [(first + i) // self.config.per_drafter for i in range(self.config.reuse)]
+
+    @staticmethod
+    def _stamp(fill: Fill, totals: dict[int, float]) -> Fill:
+        # A step without any supervised slot has nothing to divide by; its loss is 0 either way.
+        stamped = tuple(one._replace(denominator=totals[one.step] or 1.0) for one in fill.passes)
+        return fill._replace(passes=stamped)
+
+    def _materialise(self, number: int, plan: FillPlan, first_step: int, total_steps: int) -> Fill:
+        config = self.config
+        shape_RT = (config.num_rows, config.row_length)
+        input_ids_RT = np.zeros(shape_RT, dtype=np.int64)
+        document_RT = np.full(shape_RT, -1, dtype=np.int64)
+        position_RT = np.zeros(shape_RT, dtype=np.int64)
+        loss_mask_RT = np.zeros(shape_RT, dtype=np.int8)
+        used = [0] * config.num_rows
+        for index, one in enumerate(plan.placed):
+            document = self.store[int(self.documents[one.document])]
+            span = slice(one.start, one.start + one.length)
+            input_ids_RT[one.row, span] = document.input_ids
+            loss_mask_RT[one.row, span] = document.loss_mask
+            document_RT[one.row, span] = index
+            position_RT[one.row, span] = np.arange(one.length)
+            used[one.row] = max(used[one.row], span.stop)
+        batches = tuple(self._target_batch(bucket, placed, input_ids_RT) for bucket, placed in plan.batches)
+        rows = (input_ids_RT, document_RT, position_RT, loss_mask_RT)
+        steps = self._steps_of(number)
+        local = number // config.num_drafters * config.reuse
+        passes = tuple(
+            self._pass(rows, step, local + i, np.random.default_rng([config.seed, _ANCHORS, number, i]))
+            for i, step in enumerate(steps)
+            if first_step <= step < total_steps
+        )
+        return Fill(number, batches, tuple(used), passes)
+
+    def _target_batch(self, bucket: tuple[int, int], placed: tuple[Placed, ...], input_ids_RT: np.ndarray) -> TargetBatch:
+        row_length, trash = self.config.row_length, self.config.num_rows * self.config.row_length
+        ids_BP = np.zeros(bucket, dtype=np.int64)
+        index_BP = np.full(bucket, trash, dtype=np.int64)
+        for b, one in enumerate(placed):
+            ids_BP[b, : one.length] = input_ids_RT[one.row, one.start : one.start + one.length]
+            index_BP[b, : one.length] = one.row * row_length + one.start + np.arange(one.length)
+        return TargetBatch(torch.from_numpy(ids_BP), torch.from_numpy(index_BP))
+
+    def _pass(
+        self, rows: tuple[np.ndarray, ...], step: int, local: int, generator: np.random.Generator
+    ) -> MicroBatch:
+        config = self.config
+        input_ids_RT, document_RT, position_RT, loss_mask_RT = rows
+        anchor_RA = np.stack(
+            [
+                sample_anchors(mask_T, document_T, config.num_anchors, generator)
+                for mask_T, document_T in zip(loss_mask_RT, document_RT, strict=True)
+            ]
+        )
+        label_RAL, supervised_RAL = block_labels(
+            input_ids_RT, document_RT, loss_mask_RT, anchor_RA, config.block_size, after_gap=config.after_gap
+        )
+        weight_RAL = supervised_RAL * np.asarray(config.weight_L, dtype=np.float32)
+        if self.draft_index_V is not None:
+            known = label_RAL < len(self.draft_index_V)
+            label_RAL = np.where(known, self.draft_index_V[np.where(known, label_RAL, 0)], -1)
+            weight_RAL = weight_RAL * (label_RAL >= 0)
+        return MicroBatch(
+            step=step,
+            is_last=(local + 1) % config.per_drafter == 0,
+            denominator=0.0,
+            input_ids_RT=torch.from_numpy(input_ids_RT),
+            document_RT=torch.from_numpy(document_RT),
+            position_RT=torch.from_numpy(position_RT),
+            anchor_RA=torch.from_numpy(anchor_RA),
+            label_RAS=torch.from_numpy(label_RAL[..., 1:].copy()),
+            supervised_RAS=torch.from_numpy(supervised_RAL[..., 1:].copy()),
+            weight_RAS=torch.from_numpy(weight_RAL[..., 1:].astype(np.float32)),
+        )
+
+
+def _has_anchor(loss_mask_T: np.ndarray) -> bool:
+    return bool(eligible_anchors(loss_mask_T, np.zeros(len(loss_mask_T), dtype=np.int64)).any())
