@@ -1,0 +1,159 @@
+"""What target and drafter remember between the rounds of decoding one answer.
+
+L block tokens, S tokens of a target forward, T context tokens, D width, C captured layers, H query heads,
+G key/value heads, E head width.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.config import ConfigError
+from blockdraft.models.drafter import Drafter, DrafterShape
+from blockdraft.models.ends import Ends
+from blockdraft.models.target import Target, TargetOutput
+
+REWINDABLE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class TargetState(Protocol):
+    """The target's memory of a text, which can give up tokens again."""
+
+    def extend(self, token_1S: Tensor, *, last_only: bool = False) -> TargetOutput:
+        """Runs the target over new tokens; `last_only` keeps the last position's logits alone."""
+        ...
+
+    def keep(self, num_tokens: int) -> None:
+        """Of the tokens of the last `extend`, remembers the first `num_tokens`. Called after every `extend`."""
+        ...
+
+
+class CroppedState:
+    """A key/value cache whose tail is cut off: for targets made of attention layers alone."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.cache = target.new_cache()
+        self._num_new = 0
+
+    def extend(self, token_1S: Tensor, *, last_only: bool = False) -> TargetOutput:
+        """As the protocol says."""
+        self._num_new = token_1S.shape[1]
+        return self.target.forward(token_1S, self.cache, logits_to_keep=1 if last_only else 0)
+
+    def keep(self, num_tokens: int) -> None:
+        """As the protocol says."""
+        # Cropping nothing is not idle: sliding-window layers drop what lies behind their window only here.
+        self.cache.crop(num_tokens - self._num_new)
+
+
+def new_target_state(target: Target) -> TargetState:
+    """An empty state of the kind that the target's layers need.
+
+    Raises:
+        ConfigError: the target has layers whose memory cannot be cut (recurrent ones).
+    """
+    layer_types = target.text_config.to_dict().get("layer_types") or []
+    unknown = sorted(set(layer_types) - set(REWINDABLE_LAYERS))
+    if unknown:
+        raise ConfigError(
+            f"decoding needs a target made of attention layers ({', '.join(REWINDABLE_LAYERS)}), found {unknown[0]}; "
+            "recurrent layers cannot give up rejected tokens, and are not supported yet"
+        )
+    return CroppedState(target)
+
+
+class ContextCache:
+    """The drafter's attention in decoding: context keys and values are kept, those of the block are not.
+
+    One buffer a layer. A round writes its new context behind the old, the block behind that, and attends to a view;
+    the next round's context overwrites the block. Context position t lies at index t, so the anchor's position is
+    the number of context tokens.
+    """
+
+    def __init__(self, shape: DrafterShape, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        size = (shape.num_layers, 1, shape.num_kv_heads, capacity + shape.block_size, shape.head_dim)
+        self._keys = torch.empty(size, device=device, dtype=dtype)
+        self._values = torch.empty(size, device=device, dtype=dtype)
+        self._slot_L = torch.arange(shape.block_size, device=device)
+        self.num_context = 0
+        self._first = 0
+        self._full_mask: Tensor | None = None
+        self._window_mask: Tensor | None = None
+
+    def grow(self, num_new: int) -> None:
+        """Announces the new context tokens of a round and sets what each slot may see."""
+        self._first = self.num_context
+        self.num_context += num_new
+        if self.shape.causal:
+            self._full_mask = self._seen(0, None)
+        if self.shape.window is not None:
+            self._window_mask = self._seen(self._window_start(), self.shape.window)
+
+    def _window_start(self) -> int:
+        """First context position that any slot sees through the window."""
+        assert self.shape.window is not None
+        return max(0, self.num_context + 1 - self.shape.window)
+
+    def _seen(self, start: int, window: int | None) -> Tensor:
+        """Keys from `start` on that each slot sees, bool [L, T - start + L], as `models.blocks.visibility` defines."""
+        key_K = torch.arange(start, self.num_context, device=self._slot_L.device)
+        context_LT = torch.ones(len(self._slot_L), len(key_K), dtype=torch.bool, device=key_K.device)
+        if window is not None:
+            context_LT = key_K > self.num_context + self._slot_L[:, None] - window
+        block_LL = torch.ones(len(self._slot_L), len(self._slot_L), dtype=torch.bool, device=key_K.device)
+        return torch.cat([context_LT, block_LL.tril() if self.shape.causal else block_LL], dim=1)
+
+    def __call__(
+        self,
+        layer: int,
+        query_RHQE: Tensor,
+        context_key_RGTE: Tensor,
+        context_value_RGTE: Tensor,
+        block_key_RGQE: Tensor,
+        block_value_RGQE: Tensor,
+    ) -> Tensor:
+        """Attention of one layer over the kept context and this round's block."""
+        middle, end = self.num_context, self.num_context + self.shape.block_size
+        keys, values = self._keys[layer], self._values[layer]
+        keys[:, :, self._first : middle], values[:, :, self._first : middle] = context_key_RGTE, context_value_RGTE
+        keys[:, :, middle:end], values[:, :, middle:end] = block_key_RGQE, block_value_RGQE
+        is_windowed = layer in self.shape.window_layers
+        start = self._window_start() if is_windowed else 0
+        return torch.nn.functional.scaled_dot_product_attention(
+            query_RHQE,
+            keys[:, :, start:end],
+            values[:, :, start:end],
+            attn_mask=self._window_mask if is_windowed else self._full_mask,
+            enable_gqa=True,
+        )
+
+
+class DraftState:
+    """A drafter at work on one answer."""
+
+    def __init__(self, drafter: Drafter, ends: Ends, capacity: int) -> None:
+        """`ends` lie on the drafter's device; `capacity` is the largest number of context tokens."""
+        self.drafter, self.ends = drafter, ends
+        self.cache = ContextCache(drafter.shape, capacity, drafter.device, drafter.dtype)
+        self._block_1L = torch.full(
+            (1, drafter.shape.block_size), drafter.shape.mask_token_id, dtype=torch.long, device=drafter.device
+        )
+
+    def draft_logits(self, features_1TC: Tensor, anchor_token: int) -> Tensor:
+        """Takes the new context features and drafts behind the anchor; logits of slots 1 .. L - 1, [L - 1, V]."""
+        drafter, cache = self.drafter, self.cache
+        device = drafter.device
+        first = cache.num_context
+        cache.grow(features_1TC.shape[1])
+        self._block_1L[0, 0] = anchor_token
+        hidden_1LD = drafter(
+            drafter.project(features_1TC.to(device=device, dtype=drafter.dtype)),
+            torch.arange(first, cache.num_context, device=device)[None],
+            self.ends.embed(self._block_1L).to(drafter.dtype),
+            cache.num_context + torch.arange(drafter.shape.block_size, device=device)[None],
+            cache,
+        )
+        return self.ends.logits(hidden_1LD[0, 1:].to(self.ends.head_weight.dtype))
