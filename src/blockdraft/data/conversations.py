@@ -1,0 +1,326 @@
+"""Reading and writing conversations; every row that cannot be used is counted by reason.
+
+A row has `messages` (role, content, optionally reasoning_content and tool_calls) and optionally `tools`, or ShareGPT's
+`conversations` (from, value). Sources: a .jsonl file, a .parquet file, a directory written by `datasets`, or the name
+of a dataset, `NAME` or `NAME:SPLIT` (split train by default).
+
+Turns: system or developer turns first, then a user turn; an assistant turn follows a user or a tool turn; a tool turn
+follows an assistant or a tool turn. Anything else is counted as "wrong roles".
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blockdraft.config import ConfigError
+from blockdraft.data.template import (
+    ChatTemplate,
+    Conversation,
+    Encoded,
+    Message,
+    RowRefused,
+    encode,
+    render_prompt,
+)
+
+__all__ = [
+    "ChatTemplate",
+    "Conversation",
+    "Drops",
+    "Encoded",
+    "RowRefused",
+    "conversation_hash",
+    "encode",
+    "read_conversations",
+    "render_prompt",
+    "write_conversations",
+]
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+MAY_FOLLOW = {
+    "start": ("system", "developer", "user"),
+    "system": ("system", "developer", "user"),
+    "developer": ("system", "developer", "user"),
+    "user": ("user", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant", "user"),
+}
+
+
+class _Row(NamedTuple):
+    source: str
+    value: Any
+    error: str = ""
+
+
+class _BadRow(Exception):
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Drops:
+    """Rows read and rows dropped, by reason, with the first examples of each; also remembers rows to find duplicates.
+
+    `max_share` is the largest share of the rows that may be dropped before `check` raises.
+    """
+
+    def __init__(self, max_share: float = 1.0, num_examples: int = 3) -> None:
+        self.max_share = max_share
+        self.num_examples = num_examples
+        self.num_rows = 0
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, list[str]] = {}
+        self._seen: set[bytes] = set()
+
+    @property
+    def num_dropped(self) -> int:
+        return self.counts.total()
+
+    def add(self, reason: str, source: str, detail: str = "") -> None:
+        """Counts one dropped row; `source` is "file:line"."""
+        self.counts[reason] += 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < self.num_examples:
+            examples.append(f"{source}: {detail or reason}")
+
+    def is_duplicate(self, conversation: Conversation) -> bool:
+        """True from the second time on that these messages and tools come by."""
+        digest = bytes.fromhex(conversation_hash(conversation))
+        is_known = digest in self._seen
+        self._seen.add(digest)
+        return is_known
+
+    def lines(self) -> list[str]:
+        """For people: a line for each reason, its first examples below it."""
+        lines = []
+        for reason, count in self.counts.most_common():
+            lines.append(f"  {count:,} {reason}")
+            lines += [f"      {example}" for example in self.examples[reason]]
+        return lines
+
+    def check(self) -> None:
+        """Stops when too many rows were dropped.
+
+        Raises:
+            ConfigError: no rows at all, or a larger share than `max_share` was dropped.
+        """
+        if self.num_rows == 0:
+            raise ConfigError("expected conversations, found no rows in any input")
+        share = self.num_dropped / self.num_rows
+        if share > self.max_share:
+            raise ConfigError(
+                f"expected at most {self.max_share:.1%} of the rows to be dropped, found {self.num_dropped:,} of "
+                f"{self.num_rows:,} ({share:.1%}):\n" + "\n".join(self.lines()) + "\nmend them, or raise --max-drop"
+            )
+
+
+def read_conversations(path_or_name: str, drops: Drops, *, need_answers: bool = False) -> Iterator[Conversation]:
+    """Conversations of one source, in order.
+
+    With `need_answers`, rows without an assistant turn and rows with an empty one are dropped too; without, rows may
+    end with a user turn (prompts).
+
+    Raises:
+        ConfigError: the source cannot be found or read at all.
+    """
+    for row in _rows(path_or_name):
+        drops.num_rows += 1
+        if row.error:
+            drops.add("unreadable row", row.source, row.error)
+            continue
+        try:
+            conversation = _parse(row)
+            if need_answers:
+                _check_answers(conversation.messages)
+        except _BadRow as bad:
+            drops.add(bad.reason, row.source, str(bad))
+            continue
+        if drops.is_duplicate(conversation):
+            drops.add("duplicate", row.source)
+            continue
+        yield conversation
+
+
+def write_conversations(path: Path | str, conversations: Iterable[Conversation]) -> int:
+    """Writes JSONL with `messages` (and `tools`); returns the number of rows."""
+    count = 0
+    with Path(path).open("w", encoding="utf-8") as file:
+        for conversation in conversations:
+            row: dict[str, Any] = {"messages": conversation.messages}
+            if conversation.tools:
+                row["tools"] = conversation.tools
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def conversation_hash(conversation: Conversation) -> str:
+    """SHA-256 of messages and tools."""
+    text = json.dumps([conversation.messages, conversation.tools], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _rows(path_or_name: str) -> Iterator[_Row]:
+    path = Path(path_or_name)
+    if path.is_file():
+        if path.suffix == ".jsonl":
+            return _jsonl_rows(path)
+        if path.suffix == ".parquet":
+            return _parquet_rows(path)
+        raise ConfigError(f"{path}: expected a .jsonl or .parquet file, found {path.suffix or 'no suffix'!r}")
+    if path.suffix in (".jsonl", ".parquet") and not path.exists():
+        raise ConfigError(f"{path}: expected a file, found nothing; check the path")
+    return _dataset_rows(path_or_name)
+
+
+def _jsonl_rows(path: Path) -> Iterator[_Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            source = f"{path}:{number}"
+            try:
+                yield _Row(source, json.loads(line.decode("utf-8-sig")))
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                yield _Row(source, None, f"not JSON: {error}")
+
+
+def _parquet_rows(path: Path) -> Iterator[_Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield _Row(f"{path}:{number}", _without_nulls(value))
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{path}, row {number + 1}: expected a parquet file, found: {error}") from error
+
+
+def _dataset_rows(name: str) -> Iterator[_Row]:
+    import datasets
+
+    plain, _, split = name.partition(":")
+    try:
+        if Path(name).is_dir() and any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+            table = datasets.load_from_disk(name)
+        else:
+            table = datasets.load_dataset(plain, split=split or "train")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: expected a .jsonl or .parquet file, a directory or a dataset name (NAME or NAME:SPLIT), "
+            f"found none that can be read: {error}"
+        ) from error
+    if isinstance(table, datasets.DatasetDict):
+        raise ConfigError(f"{name}: expected one split, found {', '.join(table)}; name the directory of one of them")
+    for number, value in enumerate(table, start=1):
+        yield _Row(f"{name}:{number}", _without_nulls(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    # Arrow gives every row every field of the table; those a row did not have come back as None.
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value
+
+
+def _parse(row: _Row) -> Conversation:
+    value = row.value
+    if not isinstance(value, dict):
+        raise _BadRow("unreadable row", f"expected an object, found {type(value).__name__}")
+    raw = value.get("messages")
+    if raw is None:
+        raw = _from_sharegpt(value)
+    if not isinstance(raw, list) or not raw:
+        raise _BadRow("no messages", "expected `messages` or `conversations` with at least one turn")
+    messages = [_message(item) for item in raw]
+    _check_roles(messages)
+    return Conversation(messages, _tools(value.get("tools")), row.source)
+
+
+def _from_sharegpt(value: dict[str, Any]) -> list[Message] | None:
+    raw = value.get("conversations")
+    if not isinstance(raw, list):
+        return None
+    messages = []
+    for item in raw:
+        if not isinstance(item, dict) or "from" not in item:
+            raise _BadRow("unreadable row", "expected `from` and `value` in each of `conversations`")
+        role = SHAREGPT_ROLES.get(str(item["from"]))
+        if role is None:
+            raise _BadRow("wrong roles", f"expected one of {', '.join(SHAREGPT_ROLES)}, found {item['from']!r}")
+        messages.append({"role": role, "content": item.get("value")})
+    system = value.get("system")
+    if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _message(item: Any) -> Message:
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise _BadRow("unreadable row", "expected `role` and `content` in each of `messages`")
+    message = {name: value for name, value in item.items() if value is not None}
+    message["content"] = _text(item.get("content"))
+    return message
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    ):
+        return "".join(part["text"] for part in parts)
+    raise _BadRow("content is not text", f"expected text, found {json.dumps(content)[:60]}")
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise _BadRow("unreadable row", f"`tools` is not JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise _BadRow("unreadable row", f"expected a list in `tools`, found {type(tools).__name__}")
+    return tools
+
+
+def _check_roles(messages: list[Message]) -> None:
+    before = "start"
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        if role not in MAY_FOLLOW[before]:
+            expected = " or ".join(MAY_FOLLOW[before])
+            raise _BadRow("wrong roles", f"message {number}: expected {expected} after {before}, found {role!r}")
+        before = role
+
+
+def _check_answers(messages: list[Message]) -> None:
+    answers = [(number, m) for number, m in enumerate(messages, start=1) if m["role"] == "assistant"]
+    if not answers:
+        raise _BadRow("no assistant turn", "expected at least one assistant turn")
+    for number, message in answers:
+        if not message["content"].strip() and not message.get("tool_calls"):
+            raise _BadRow("empty reply", f"message {number} is an empty reply")
