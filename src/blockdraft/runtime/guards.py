@@ -1,0 +1,162 @@
+"""Protections against threads that break each other inside Triton, FLA and torch.
+
+Control calls `import_everything()` and then `install()` once, in the main thread, before any kernel runs and before
+anything is compiled. docs/decisions/0002-thread-guards.md says what each guard excludes and what it costs.
+"""
+
+import importlib
+import importlib.util
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from blockdraft.runtime.guards_torch import (
+    DenseAttentionError,
+    FxFlagGuard,
+    attention_site,
+    guard_dense_attention,
+)
+from blockdraft.runtime.guards_triton import (
+    TensorCacheGuard,
+    guard_autotuner,
+    guard_fla_config,
+    guard_kernel_load,
+    imported,
+)
+from blockdraft.runtime.patches import Patches
+
+__all__ = ["DenseAttentionError", "Guards", "Imported", "attention_site", "import_everything", "install"]
+
+LOG = logging.getLogger(__name__)
+
+TORCH_MODULES = (
+    "torch._dynamo",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.testing",
+    "torch._functorch.aot_autograd",
+    "torch._functorch.partitioners",
+    "torch._higher_order_ops.flex_attention",
+    "torch._inductor.async_compile",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.codegen.cuda_combined_scheduling",
+    "torch._inductor.codegen.triton",
+    "torch._inductor.compile_fx",
+    "torch._inductor.decomposition",
+    "torch._inductor.fx_passes.joint_graph",
+    "torch._inductor.fx_passes.post_grad",
+    "torch._inductor.fx_passes.pre_grad",
+    "torch._inductor.graph",
+    "torch._inductor.kernel",
+    "torch._inductor.lowering",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._inductor.scheduler",
+    "torch._inductor.select_algorithm",
+    "torch.fx.experimental.proxy_tensor",
+    "torch.nn.attention.flex_attention",
+    "torch.utils.checkpoint",
+)
+TRANSFORMERS_MODULES = (
+    "transformers",
+    "transformers.cache_utils",
+    "transformers.generation",
+    "transformers.integrations.sdpa_attention",
+    "transformers.masking_utils",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+KERNEL_MODULES = (
+    "triton",
+    "triton.language",
+    "triton.runtime.autotuner",
+    "triton.compiler.compiler",
+    "triton.testing",
+    "fla.utils",
+    "fla.ops.utils.cache",
+    "fla.modules",
+    "fla.ops.gated_delta_rule",
+)
+
+
+class Imported(NamedTuple):
+    """A module that was brought in up front; `found` is False where this installation lacks it."""
+
+    name: str
+    found: bool
+    seconds: float
+
+
+def import_everything(*, kernels: bool, more: Iterable[str] = ()) -> list[Imported]:
+    """Do in this thread every import that torch, transformers and the kernels would do at their first call.
+
+    A first import from two threads at once can hand one of them a half-imported module. `kernels` adds Triton and FLA,
+    which a run on CPUs has no use for; `more` adds modules of the target's own.
+    """
+    names = TORCH_MODULES + TRANSFORMERS_MODULES + (KERNEL_MODULES if kernels else ()) + tuple(more)
+    return [_import(name) for name in names]
+
+
+def _import(name: str) -> Imported:
+    began = time.perf_counter()
+    found = _exists(name)
+    if found:
+        importlib.import_module(name)
+    return Imported(name, found, time.perf_counter() - began)
+
+
+def _exists(name: str) -> bool:
+    # find_spec imports the parents, and says so when one of them is missing.
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class Guards:
+    """What `install` put in place; `lines` says it, a line for each guard."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._patches = Patches()
+        self._fx_flag = FxFlagGuard()
+        self._tensor_cache = TensorCacheGuard()
+
+    def _install(self, dense_device_types: tuple[str, ...]) -> None:
+        tune_lock, load_lock = threading.RLock(), threading.RLock()
+        self.lines.append(self._fx_flag.install(self._patches))
+        if dense_device_types:
+            self.lines.append(guard_dense_attention(self._patches, dense_device_types))
+        if _exists("triton"):
+            self.lines.append(guard_autotuner(self._patches, tune_lock))
+            self.lines.append(guard_kernel_load(self._patches, load_lock))
+        else:
+            self.lines.append("triton: not installed, nothing to guard")
+        decorators = imported("fla.utils.decorators") or imported("fla.utils")
+        if decorators is not None:
+            self.lines.append(self._tensor_cache.install(self._patches, decorators))
+        fla_cache = imported("fla.ops.utils.cache")
+        if fla_cache is not None:
+            self.lines.append(guard_fla_config(self._patches, tune_lock, fla_cache.CachedAutotuner))
+
+    def remove(self) -> None:
+        """Undo what this object installed; a second call does nothing."""
+        self._fx_flag.remove()
+        self._tensor_cache.remove()
+        self._patches.remove()
+
+
+def install(*, dense_device_types: tuple[str, ...] = ("cuda",)) -> Guards:
+    """Install every guard that this torch, Triton and FLA need, and log a line for each.
+
+    Safe to call again: a guard that stands is left, and `remove()` of the second object leaves it too. FLA is guarded
+    only when it was imported before (`import_everything` does that). Uncompiled flex_attention becomes an error on
+    devices of `dense_device_types`.
+    """
+    guards = Guards()
+    guards._install(dense_device_types)
+    for line in guards.lines:
+        LOG.info("guard: %s", line)
+    return guards
