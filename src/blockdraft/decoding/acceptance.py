@@ -77,9 +77,7 @@ class Acceptance:
         }
 
 
-def walk_rounds(
-    token_ids: Sequence[int], prompt_length: int, draft: Callable[[int], Sequence[int]]
-) -> list[Round]:
+def walk_rounds(token_ids: Sequence[int], prompt_length: int, draft: Callable[[int], Sequence[int]]) -> list[Round]:
     """The rounds that greedy decoding takes to write `token_ids[prompt_length:]`, the target's own greedy answer.
 
     `draft(a)` gives the draft tokens of a block whose anchor is `token_ids[a]`. Rounds start at the first answer

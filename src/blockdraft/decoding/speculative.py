@@ -261,9 +261,7 @@ def _verify(
         verdict, drafted = verify_greedy(draft_K, logits_NV)
     else:
         assert generator is not None
-        verdict, drafted = verify_sampled(
-            draft_K, draft_probability_KV, sampling.probabilities(logits_NV), generator
-        )
+        verdict, drafted = verify_sampled(draft_K, draft_probability_KV, sampling.probabilities(logits_NV), generator)
     return verdict, drafted, output.features_BSC
 
 
