@@ -47,7 +47,7 @@ def cache_directories() -> CacheDirectories:
     """Where Triton and Inductor say that their caches are; imports both."""
     import importlib.util
 
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     triton_dir = None
     if importlib.util.find_spec("triton") is not None:
