@@ -233,10 +233,11 @@ class Journal:
 
 def _read_prompts(options: Options, template: "ChatTemplate", drops: "Drops") -> "list[tuple[Conversation, int]]":
     """Conversations up to their last user turn, with the prompt's length in tokens."""
-    from blockdraft.data.conversations import RowRefused, read_conversations
+    from blockdraft.data.conversations import RowRefused, conversation_hash, read_conversations
     from blockdraft.data.template import until_last_user
 
     prompts = []
+    seen: set[str] = set()
     for source in options.conversations:
         for conversation in read_conversations(source, drops):
             try:
@@ -249,6 +250,11 @@ def _read_prompts(options: Options, template: "ChatTemplate", drops: "Drops") ->
                 detail = f"a prompt of {length:,} tokens, more than {options.max_prompt_tokens:,}"
                 drops.add("over-long", conversation.source, detail)
                 continue
+            # Rows that differ only in the answer that is replaced.
+            if conversation_hash(prompt) in seen:
+                drops.add("duplicate prompt", conversation.source)
+                continue
+            seen.add(conversation_hash(prompt))
             prompts.append((prompt, length))
     drops.check()
     if not prompts:

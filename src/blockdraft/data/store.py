@@ -135,6 +135,11 @@ class Store:
             mask[mask_offsets[row] : mask_offsets[row + 1]],
         )
 
+    def all_ids(self) -> NDArray[np.int64]:
+        """Sorted ids that occur anywhere."""
+        parts = [np.unique(ids[offsets[0] : offsets[-1]]) for ids, offsets in self._ids]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *parts])).astype(np.int64)
+
     def seen_ids(self) -> NDArray[np.int64]:
         """Sorted ids that occur at supervised positions (loss mask 1)."""
         found: NDArray[np.int64] = np.zeros(0, np.int64)
