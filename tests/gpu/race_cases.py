@@ -1,7 +1,8 @@
 """One race on a GPU, in a process of its own: `python race_cases.py CASE guarded|unguarded`.
 
-Cold caches come from the environment (test_races.py sets empty directories). The last line printed is JSON with `errors` (by message) and what the case measured. A case that hangs prints the
-stacks of all threads after HANG_S seconds and exits with 1.
+Cold caches come from the environment (test_races.py sets empty directories). The last line printed is JSON with
+`errors` (by message) and what the case measured. A case that hangs prints the stacks of all threads after HANG_S
+seconds and exits with 1.
 
 Shape letters: R rows, H query heads, G key-value heads, Q block queries, K context and block keys, E head width.
 """

