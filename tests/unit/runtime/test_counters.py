@@ -104,9 +104,11 @@ def test_benchmarks_count_once_with_and_without_the_guard(tuner_class, guard_fir
         patches.remove()
 
 
-def test_a_triton_kernel_counts_when_it_is_built(counters, monkeypatch):
+def test_a_triton_kernel_counts_when_it_is_built(counters):
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.module = None  # which newer versions look at when they delete a kernel
     with pytest.raises(StopIteration):  # a group without metadata: the constructor is all that is tested
-        CompiledKernel(SimpleNamespace(), {}, "hash")
+        kernel.__init__(SimpleNamespace(), {}, "hash")
     assert counters.snapshot().triton_compiles == 1
 
 

@@ -287,14 +287,14 @@ def load_kernel_in_threads(monkeypatch):
         get_current_device=lambda: 0,
         launcher_cls=lambda src, metadata: "launcher",
         get_current_target=lambda: target,
-        utils=SimpleNamespace(load_binary=load_binary),
+        utils=SimpleNamespace(load_binary=load_binary, unload_module=lambda module: None),
     )
     monkeypatch.setattr(compiler, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 1 << 16)
     kernel = compiler.CompiledKernel.__new__(compiler.CompiledKernel)
     kernel.module = kernel.function = kernel._run = None
     kernel.src = kernel.name = kernel.kernel = kernel.metadata_group = kernel.hash = "stub"
-    kernel.metadata = SimpleNamespace(shared=0, num_warps=4)
+    kernel.metadata = SimpleNamespace(shared=0, num_warps=4, warp_size=32)
     seen = []
 
     def body(_):
