@@ -245,6 +245,16 @@ def test_split_reasoning(text: str, is_open: bool, parts: Parts):
     assert split_reasoning(text, is_open=is_open) == parts
 
 
+@pytest.mark.parametrize(("is_native", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_takes_float32_where_a_cpu_emulates_bfloat16(
+    tmp_path: Path, target: str, is_native: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+    run(options(tmp_path, target, dtype="auto"))
+    assert json.loads((tmp_path / "out.jsonl.summary.json").read_text())["settings"]["dtype"] == dtype
+
+
 def test_looping():
     assert is_looping([9, 8] + [1] * 24)
     assert not is_looping([9, 8] + [1] * 23)
