@@ -1,6 +1,6 @@
 """The package from Python: load a target and a drafter, generate.
 
-    import blockdraft
+For example, greedy, so equal to what the target alone would write:
 
     drafter = blockdraft.load_drafter("runs/demo/export")
     target = blockdraft.load_target("path/of/the/target", drafter=drafter)

@@ -75,7 +75,7 @@ def tiny_drafter(
         window_layers=window_layers,
         causal=causal,
     )
-    drafter = Drafter(derive_shape(config, target, MASK_TOKEN_ID))
+    drafter = Drafter(derive_shape(config, target.facts, MASK_TOKEN_ID))
     drafter.initialise(torch.Generator().manual_seed(seed))
     return drafter.eval()
 
@@ -90,6 +90,7 @@ def tiny_prompts(num_prompts: int, *, seed: int = 0, longest: int = 40) -> list[
     return prompts
 
 
+@torch.enable_grad()
 def teach(
     target: Target,
     drafter: Drafter,

@@ -99,7 +99,7 @@ def run(options: Options) -> int:
     )
     # Before anything is decoded: a store of another tokenizer is an error.
     table = None if options.controls is None else build_ngrams(options.controls, tokenizer, options)
-    prompts = read_prompts(options, tokenizer, target.max_position_embeddings)
+    prompts = read_prompts(options, tokenizer, target.facts.max_position_embeddings)
     measure = measure_by_replay if options.method == "replay" else measure_by_decoding
     measured = measure(options, target, drafter, prompts.token_ids)
     result: dict[str, Any] = {

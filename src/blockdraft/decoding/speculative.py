@@ -204,10 +204,10 @@ def _check_request(
         raise ConfigError("the prompt is empty; expected at least one token")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    total = len(prompt_ids) + max_new_tokens
-    if total > target.max_position_embeddings:
+    total, most = len(prompt_ids) + max_new_tokens, target.facts.max_position_embeddings
+    if total > most:
         raise ConfigError(
-            f"the target reads at most {target.max_position_embeddings} tokens, found a prompt of {len(prompt_ids)} "
+            f"the target reads at most {most} tokens, found a prompt of {len(prompt_ids)} "
             f"and max_new_tokens {max_new_tokens} ({total} together); shorten the prompt or lower max_new_tokens"
         )
     if not sampling.is_greedy and generator is None:
