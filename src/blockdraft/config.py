@@ -22,8 +22,8 @@ class TargetConfig:
 
     path: str = ""
     """Directory, .gguf file or hub name of the target."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type the target computes in."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type the target computes in; auto: bfloat16, but float32 on a CPU that only emulates it."""
     trust_remote_code: bool = False
     """Run model code that comes with the target."""
 
@@ -47,7 +47,7 @@ class DrafterConfig:
     causal: bool = False
     """Attend inside a block to earlier slots only."""
     mask_token_id: int | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type the drafter computes in; its master weights are float32 always."""
     init_from: str = ""
     """Published-format export to start from."""
@@ -122,12 +122,12 @@ class RuntimeConfig:
     """Slots between target and drafter, per drafter."""
     reuse: int = 1
     """Passes over one slot, each with fresh anchors, before it is released."""
+    keep_features: bool = False
+    """Keep every slot's features in host memory: the target runs once, later epochs reorder the same slots."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """auto: compiled flex_attention on a GPU, masked SDPA on a CPU."""
     poison: bool = False
     """Debug: overwrite drained slots with NaN."""
-    cpu_threads: int | None = None
-    """Intra-op threads of each CPU worker; None means cores / workers that are busy."""
     stall_seconds: float = 300.0
     """Print all stacks and stop when nothing moved for this long."""
 
@@ -136,8 +136,8 @@ class RuntimeConfig:
 class EvalConfig:
     """Held-out acceptance during the run, by replay."""
 
-    prompts: str = ""
-    """JSONL of conversations that end with a user turn; empty: no evaluation."""
+    prompts: tuple[str, ...] = ()
+    """Files of held-out conversations, each a set of its own; the target answers their last user turns."""
     every: int = 100
     """Steps between evaluations; also before the first step and after the last."""
     num_prompts: int = 32

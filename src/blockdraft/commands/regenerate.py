@@ -262,17 +262,12 @@ def _where(options: Options) -> tuple[str, Literal["bfloat16", "float32"]]:
     """Device and data type, with auto resolved."""
     import torch
 
+    from blockdraft.models.target import choose_dtype
+
     device = options.device
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if options.dtype != "auto":
-        return device, options.dtype
-    # Elsewhere a CPU emulates bfloat16: 8 times slower than float32 on an AVX2 machine.
-    is_slow = device.startswith("cpu") and not (
-        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return device, "float32" if is_slow else "bfloat16"
+    return device, choose_dtype(options.dtype, device)
 
 
 def _settings(options: Options, dtype: str, prompts: "Sequence[tuple[Conversation, int]]") -> dict[str, Any]:

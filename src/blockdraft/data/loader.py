@@ -7,6 +7,7 @@ Every random draw is keyed by (seed, purpose, number), so a loader can start at 
 the same, whatever the number of workers.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class Fill(NamedTuple):
     """What a slot is filled with, and its passes."""
 
     number: int
+    content: int
+    """Equal numbers mean equal features; -1 where none are kept."""
     batches: tuple[TargetBatch, ...]
     used_R: tuple[int, ...]
     """Tokens in use of each row; the rest is padding."""
@@ -77,6 +80,8 @@ class LoaderConfig:
     accumulation: int
     """Micro-batches of a step, over all drafters."""
     reuse: int
+    keep_features: bool = False
+    """Every epoch has the slots of the first, in another order, so that their features can be kept."""
 
     def __post_init__(self) -> None:
         if self.accumulation % self.num_drafters:
@@ -147,11 +152,15 @@ class Loader:
             generator=np.random.default_rng([config.seed, _ORDER, epoch]),
         )
 
-    def _plans(self) -> Iterator[FillPlan]:
-        epoch = 0
-        while True:
-            yield from self._epoch(epoch)
-            epoch += 1
+    def _plans(self) -> Iterator[tuple[int, FillPlan]]:
+        """Every slot's plan for ever, each with the number of its content."""
+        if not self.config.keep_features:
+            for epoch in itertools.count():
+                yield from ((-1, plan) for plan in self._epoch(epoch))
+        first = list(self._epoch(0))
+        for epoch in itertools.count():
+            order = np.random.default_rng([self.config.seed, _ORDER, epoch]).permutation(len(first))
+            yield from ((int(chosen), first[chosen]) for chosen in order)
 
     def fills(self, first_step: int, total_steps: int) -> Iterator[Fill]:
         """Fills in order, from the one that holds the first micro-batch of `first_step` to the last step's.
@@ -161,13 +170,13 @@ class Loader:
         config, waiting = self.config, deque[Fill]()
         totals: dict[int, float] = {}
         missing: dict[int, int] = {}
-        for number, plan in enumerate(self._plans()):
+        for number, (content, plan) in enumerate(self._plans()):
             if self._steps_of(number)[0] >= total_steps:
                 # Fills come in groups of one per drafter; a whole group lies behind the last step.
                 break
             if self._steps_of(number)[-1] < first_step:
                 continue
-            fill = self._materialise(number, plan, first_step, total_steps)
+            fill = self._materialise(number, content, plan, first_step, total_steps)
             waiting.append(fill)
             for one in fill.passes:
                 totals[one.step] = totals.get(one.step, 0.0) + float(one.weight_RAS.sum(dtype=torch.float64))
@@ -187,7 +196,7 @@ class Loader:
         stamped = tuple(one._replace(denominator=totals[one.step] or 1.0) for one in fill.passes)
         return fill._replace(passes=stamped)
 
-    def _materialise(self, number: int, plan: FillPlan, first_step: int, total_steps: int) -> Fill:
+    def _materialise(self, number: int, content: int, plan: FillPlan, first_step: int, total_steps: int) -> Fill:
         config = self.config
         shape_RT = (config.num_rows, config.row_length)
         input_ids_RT = np.zeros(shape_RT, dtype=np.int64)
@@ -212,9 +221,11 @@ class Loader:
             for i, step in enumerate(steps)
             if first_step <= step < total_steps
         )
-        return Fill(number, batches, tuple(used), passes)
+        return Fill(number, content, batches, tuple(used), passes)
 
-    def _target_batch(self, bucket: tuple[int, int], placed: tuple[Placed, ...], input_ids_RT: np.ndarray) -> TargetBatch:
+    def _target_batch(
+        self, bucket: tuple[int, int], placed: tuple[Placed, ...], input_ids_RT: np.ndarray
+    ) -> TargetBatch:
         row_length, trash = self.config.row_length, self.config.num_rows * self.config.row_length
         ids_BP = np.zeros(bucket, dtype=np.int64)
         index_BP = np.full(bucket, trash, dtype=np.int64)
@@ -223,9 +234,7 @@ class Loader:
             index_BP[b, : one.length] = one.row * row_length + one.start + np.arange(one.length)
         return TargetBatch(torch.from_numpy(ids_BP), torch.from_numpy(index_BP))
 
-    def _pass(
-        self, rows: tuple[np.ndarray, ...], step: int, local: int, generator: np.random.Generator
-    ) -> MicroBatch:
+    def _pass(self, rows: tuple[np.ndarray, ...], step: int, local: int, generator: np.random.Generator) -> MicroBatch:
         config = self.config
         input_ids_RT, document_RT, position_RT, loss_mask_RT = rows
         anchor_RA = np.stack(

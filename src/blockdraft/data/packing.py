@@ -49,7 +49,8 @@ class PaddingShare(NamedTuple):
 
 def bucket_lengths(longest: int) -> list[int]:
     """The few lengths that target batches have: multiples of 8, each about 9% above the one before."""
-    lengths, length = [], float(GRAIN)
+    lengths: list[int] = []
+    length = float(GRAIN)
     while True:
         rounded = -(-int(np.ceil(length)) // GRAIN) * GRAIN
         if not lengths or rounded > lengths[-1]:

@@ -66,9 +66,7 @@ def block_mask(
         return context | own
 
     num_queries = num_anchors * length
-    return create_block_mask(
-        sees, num_rows, None, num_queries, num_tokens + num_queries, device=str(anchor_RA.device)
-    )
+    return create_block_mask(sees, num_rows, None, num_queries, num_tokens + num_queries, device=str(anchor_RA.device))
 
 
 def compile_flex() -> Callable[..., Any]:

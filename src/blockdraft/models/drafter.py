@@ -45,7 +45,8 @@ class DrafterShape:
             raise ConfigError(f"drafter.block_size must be at least 2 (the anchor counts), got {self.block_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"drafter.num_heads must be a multiple of drafter.num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+                "drafter.num_heads must be a multiple of drafter.num_kv_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ConfigError(f"drafter.head_dim must be even (rotary embedding), got {self.head_dim}")
@@ -78,8 +79,8 @@ def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, .
     return tuple(round(1 + i * (num_target_layers - 4) / (num_captured - 1)) for i in range(num_captured))
 
 
-class TargetFacts(Protocol):
-    """What a drafter's shape is derived from; `models.target.Target` has it."""
+class TargetFacts(NamedTuple):
+    """What a drafter's shape is derived from; `Target.facts` has it."""
 
     hidden_size: int
     num_layers: int

@@ -140,7 +140,9 @@ def load_export(directory: Path, *, device: str = "cpu", dtype: torch.dtype | No
         name for name, size in expected.items() if tuple(tensors[name].shape) != size
     )
     if wrong:
-        kind = "missing" if wrong[0] not in tensors else "not expected" if wrong[0] not in expected else "of a wrong shape"
+        kind = (
+            "missing" if wrong[0] not in tensors else "not expected" if wrong[0] not in expected else "of a wrong shape"
+        )
         raise ConfigError(f"{weights_file}: tensor {wrong[0]} is {kind} ({len(wrong)} such tensors)")
     dtype = dtype or _TORCH_DTYPES[str(stated)]
     placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}

@@ -5,7 +5,7 @@ B documents of a target batch, S tokens of a document, D width, C captured layer
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from blockdraft.config import ConfigError, TargetConfig
-from blockdraft.models.drafter import default_layer_ids
+from blockdraft.models.drafter import TargetFacts, default_layer_ids
 from blockdraft.models.ends import Ends
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -48,23 +48,30 @@ class Target:
         Raises:
             ConfigError: no text model, layer list, final norm or head is found, or a layer id is out of range.
         """
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
+        model.eval()
+        model.requires_grad_(False)
         self.text_model = find_text_model(model)
-        self.layers: nn.ModuleList = self.text_model.layers
+        parts = dict(self.text_model.named_children())
+        self.layers, self.final_norm = cast(nn.ModuleList, parts["layers"]), parts["norm"]
         self.text_config = model.config.get_text_config()
         self.num_layers = len(self.layers)
         self.layer_ids = layer_ids or default_layer_ids(self.num_layers, num_drafter_layers)
         if not all(0 <= layer < self.num_layers for layer in self.layer_ids):
             raise ConfigError(
-                f"drafter.target_layer_ids must lie in 0..{self.num_layers - 1} (the target has {self.num_layers} layers), "
-                f"got {list(self.layer_ids)}"
+                f"drafter.target_layer_ids must lie in 0..{self.num_layers - 1} (the target has {self.num_layers} "
+                f"layers), got {list(self.layer_ids)}"
             )
         self._write: Callable[[int, Tensor], None] | None = None
         self._stop_early = False
         for column, layer in enumerate(self.layer_ids):
             self.layers[layer].register_forward_hook(self._hook(column))
-        self._read_facts()
-        self.ends = self._find_ends()
+        values: dict[str, Any] = self.text_config.to_dict()
+        self.hidden_size: int = self.text_config.hidden_size
+        self.stop_ids = stop_ids(self.model)
+        self.pad_id = self.stop_ids[0] if self.stop_ids else 0
+        self.ends = self._find_ends(values.get("final_logit_softcapping"))
+        self.facts = read_facts(values, self.ends, self.num_layers)
 
     @staticmethod
     def load(
@@ -84,7 +91,7 @@ class Target:
         try:
             model_config = AutoConfig.from_pretrained(source, **extra)
             kind = AutoModelForCausalLM if _is_causal(model_config) else AutoModelForImageTextToText
-            model = kind.from_pretrained(source, dtype=DTYPES[config.dtype], **extra)
+            model = kind.from_pretrained(source, dtype=DTYPES[choose_dtype(config.dtype, device)], **extra)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"target.path must be a transformers model directory, a .gguf file or a hub name; "
@@ -92,23 +99,8 @@ class Target:
             ) from error
         if Path(config.path).suffix == ".gguf":
             forget_quantization(model)
-        return Target(model.to(torch.device(device)), layer_ids, num_drafter_layers)
-
-    def _read_facts(self) -> None:
-        config = self.text_config
-        values: dict[str, Any] = config.to_dict()
-        self.hidden_size: int = config.hidden_size
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = values.get("num_key_value_heads") or config.num_attention_heads
-        self.head_dim: int = values.get("head_dim") or config.hidden_size // config.num_attention_heads
-        self.is_moe = any(key in values for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-        self.intermediate_size: int = values.get("intermediate_size") or 3 * config.hidden_size
-        self.rms_norm_eps: float = values.get("rms_norm_eps") or 1e-6
-        self.rope_theta = rope_theta(values)
-        self.max_position_embeddings: int = values.get("max_position_embeddings") or 32768
-        self.logit_softcap: float | None = values.get("final_logit_softcapping")
-        self.stop_ids = stop_ids(self.model)
-        self.pad_id = self.stop_ids[0] if self.stop_ids else 0
+        placed: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]
+        return Target(placed, layer_ids, num_drafter_layers)
 
     @property
     def device(self) -> torch.device:
@@ -119,23 +111,6 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Data type of the weights."""
         return next(self.text_model.parameters()).dtype
-
-    @property
-    def embedding_multiplier(self) -> float:
-        """Factor on the raw embedding rows, a scale inside the embedding module included."""
-        probe = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        weight: Tensor = self.model.get_input_embeddings().weight
-        embedded, raw = self.ends.embed(probe)[0, 0].double(), weight[0].double()
-        if not raw.any():
-            probe, raw = probe + 1, weight[1].double()
-            embedded = self.ends.embed(probe)[0, 0].double()
-        ratio = float(embedded @ raw / (raw @ raw).clamp(min=1e-30))
-        return 1.0 if abs(ratio - 1.0) < 1e-6 else ratio
-
-    @property
-    def logit_multiplier(self) -> float:
-        """Factor on the bare product of hidden states and head."""
-        return self.ends.logit_multiplier
 
     @property
     def vocab_size(self) -> int:
@@ -207,7 +182,7 @@ class Target:
         return cache
 
     @torch.no_grad()
-    def _find_ends(self) -> Ends:
+    def _find_ends(self, softcap: float | None) -> Ends:
         """Embedding and head, with the factors that the target's forward puts on them, measured on a few tokens.
 
         Raises:
@@ -223,7 +198,7 @@ class Target:
                 lambda _module, args, kwargs: seen.update(first=args[0] if args else kwargs["hidden_states"]),
                 with_kwargs=True,
             ),
-            self.text_model.norm.register_forward_hook(lambda _module, _args, out: seen.update(last=out)),
+            self.final_norm.register_forward_hook(lambda _module, _args, out: seen.update(last=out)),
         ]
         token_1S = torch.arange(1, 9, device=self.device)[None] % head.weight.shape[0]
         try:
@@ -237,27 +212,67 @@ class Target:
             head.weight,
             embedding_multiplier=_factor(seen["first"], embedded),
             logit_multiplier=1.0,
-            logit_softcap=self.logit_softcap,
+            logit_softcap=softcap,
         )
         bare = ends.logits(seen["last"].to(head.weight.device))
-        if self.logit_softcap is None:
+        if softcap is None:
             ends.logit_multiplier = _factor(logits, bare)
         spread = logits.float().std().clamp(min=1e-6)
         error = (ends.logits(seen["last"].to(head.weight.device)).float() - logits.float()).abs().max() / spread
         tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
         if not torch.isfinite(error) or error > tolerance:
             raise ConfigError(
-                f"{type(self.model).__name__}: logits recomputed from the final norm and the head must equal the target's "
+                f"{type(self.model).__name__}: logits recomputed from final norm and head must equal the target's "
                 f"own to {tolerance} of their spread, found {float(error):.3g}; this family has an unknown convention"
             )
         return ends
+
+
+def read_facts(config: dict[str, Any], ends: Ends, num_layers: int) -> TargetFacts:
+    """What a drafter's shape is derived from, out of a text config in either style."""
+    heads: int = config["num_attention_heads"]
+    return TargetFacts(
+        hidden_size=config["hidden_size"],
+        num_layers=num_layers,
+        vocab_size=ends.vocab_size,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        intermediate_size=config.get("intermediate_size") or 3 * config["hidden_size"],
+        is_moe=any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts")),
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        rope_theta=rope_theta(config),
+        max_position_embeddings=config.get("max_position_embeddings") or 32768,
+        embedding_multiplier=_row_scale(ends),
+        logit_multiplier=ends.logit_multiplier,
+        logit_softcap=ends.logit_softcap,
+    )
+
+
+@torch.no_grad()
+def _row_scale(ends: Ends) -> float:
+    """Factor from raw embedding rows to what the layers read, a scale inside the embedding module included."""
+    token_N = torch.arange(min(16, ends.vocab_size), device=ends.head_weight.device)
+    weight: Tensor = dict(ends.embedding.named_parameters())["weight"]
+    return _factor(ends.embed(token_N.to(weight.device)), weight[token_N.to(weight.device)])
 
 
 def _factor(scaled: Tensor, bare: Tensor) -> float:
     """The constant that turns `bare` into `scaled`; 1 when they agree to rounding."""
     scaled64, bare64 = scaled.double().flatten(), bare.double().flatten()
     ratio = float((scaled64 @ bare64) / (bare64 @ bare64).clamp(min=1e-30))
-    return 1.0 if abs(ratio - 1.0) < 1e-2 else ratio
+    return 1.0 if abs(ratio - 1.0) < 1e-3 else ratio
+
+
+def choose_dtype(name: str, device: str | torch.device) -> Literal["bfloat16", "float32"]:
+    """Resolves `auto`: bfloat16, but float32 on a CPU without bfloat16 instructions, which would emulate it slowly."""
+    if name != "auto":
+        return "float32" if name == "float32" else "bfloat16"
+    is_slow = torch.device(device).type == "cpu" and not (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return "float32" if is_slow else "bfloat16"
 
 
 def find_text_model(model: PreTrainedModel) -> nn.Module:
@@ -270,11 +285,16 @@ def find_text_model(model: PreTrainedModel) -> nn.Module:
     for module in model.modules():
         parts = dict(module.named_children())
         layers, norm = parts.get("layers"), parts.get("norm")
-        if isinstance(layers, nn.ModuleList) and len(layers) == expected and norm is not None and "embed_tokens" in parts:
+        if (
+            isinstance(layers, nn.ModuleList)
+            and len(layers) == expected
+            and norm is not None
+            and "embed_tokens" in parts
+        ):
             return module
     raise ConfigError(
-        f"{type(model).__name__}: expected a text model with embed_tokens, {expected} layers and a final norm, found none; "
-        "the target must be a decoder-only language model or a wrapper around one"
+        f"{type(model).__name__}: expected a text model with embed_tokens, {expected} layers and a final norm, found "
+        "none; the target must be a decoder-only language model or a wrapper around one"
     )
 
 
@@ -288,7 +308,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Ids that end an answer: those of the generation config, else of the model's config."""
-    sources = [model.generation_config, model.config, model.config.get_text_config()]
+    sources: list[Any] = [model.generation_config, model.config, model.config.get_text_config()]
     for source in sources:
         found = None if source is None else source.eos_token_id
         if found is not None:
@@ -301,7 +321,7 @@ def forget_quantization(model: PreTrainedModel) -> None:
     for holder, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if name in vars(holder):
             delattr(holder, name)
-    model.is_quantized = False
+    vars(model)["is_quantized"] = False
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -336,8 +356,8 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int, seen: set
     special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and index not in used]
     if not special:
         raise ConfigError(
-            f"no mask token: the tokenizer's {known} ids fill the embedding ({vocab_size} rows) and every special token is "
-            "in use; name one that never occurs in the data with drafter.mask_token_id"
+            f"no mask token: the tokenizer's {known} ids fill the embedding ({vocab_size} rows) and every special "
+            "token is in use; name one that never occurs in the data with drafter.mask_token_id"
         )
     return max(special)
 

@@ -58,6 +58,12 @@ def slot_sums(loss: Tensor, correct_RAS: Tensor, supervised_RAS: Tensor) -> Step
     )
 
 
+def unflatten_sums(flat: Tensor, num_slots: int) -> StepSums:
+    """Undoes the concatenation of a StepSums' fields."""
+    loss, correct_S, supervised_S, accepted, blocks = flat.split([1, num_slots, num_slots, 1, 1])
+    return StepSums(loss[0], correct_S, supervised_S, accepted[0], blocks[0])
+
+
 class StepReport(NamedTuple):
     """A step's metrics as plain numbers."""
 

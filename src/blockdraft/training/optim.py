@@ -21,7 +21,9 @@ def lr_scale(step: int, total_steps: int, config: OptimConfig) -> float:
     warmup_steps = round(config.warmup * total_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    first = warmup_steps if config.schedule != "wsd" else max(warmup_steps, total_steps - round(config.decay * total_steps))
+    first = (
+        warmup_steps if config.schedule != "wsd" else max(warmup_steps, total_steps - round(config.decay * total_steps))
+    )
     progress = min(1.0, max(0.0, (step - first + 1) / max(1, total_steps - first)))
     if config.schedule == "cosine":
         return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -75,7 +77,7 @@ class MasterOptimizer:
         Returns the gradient's norm before clipping. A step whose norm is not finite changes no master and no moment.
         """
         gradients = self.gradients()
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         torch._foreach_mul_(gradients, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
         is_finite = bool(torch.isfinite(norm))
         if is_finite:
@@ -90,6 +92,14 @@ class MasterOptimizer:
         for gradient in gradients:
             gradient.zero_()
         return norm
+
+    @torch.no_grad()
+    def reset_moments(self) -> None:
+        """Zeroes moments and step counters in place: what a fresh optimizer has, at the same addresses."""
+        for part in self.parts.values():
+            for state in part.state.values():
+                for value in state.values():
+                    value.zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Masters and moments under flat names."""

@@ -85,6 +85,8 @@ class DrafterStep:
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
         self.grad_norm = torch.zeros((), device=drafter.device)
+        self.last_scale = 0.0
+        """Learning rate of the last step as a share of the peak."""
 
     def micro_batch(self, features_RTC: Tensor, blocks: Blocks, denominator: float) -> None:
         """Forward, loss and backward; gradients and counts add up until `finish`."""
@@ -96,11 +98,17 @@ class DrafterStep:
         loss.backward()
         self.sums = add_sums(self.sums, slot_sums(loss, result.correct_N.view(size), blocks.supervised_RAS))
 
-    def finish(self, step: int, *, lr_factor: float = 1.0) -> StepSums:
+    def finish(self, step: int) -> StepSums:
         """Sums gradients over replicas, clips, updates; returns this replica's counts and starts new ones."""
         if self.sum_gradients is not None:
             self.sum_gradients(self.optimizer.gradients())
-        scale = lr_scale(step, self.total_steps, self.optim_config) * lr_factor
-        self.grad_norm = self.optimizer.step(scale)
+        self.last_scale = lr_scale(step, self.total_steps, self.optim_config)
+        self.grad_norm = self.optimizer.step(self.last_scale)
         sums, self.sums = self.sums, zero_sums(self.num_slots, self.drafter.device)
         return sums
+
+    def rehearse(self) -> None:
+        """The update at learning rate 0 after zero gradients, without a collective; leaves no trace in any counter."""
+        self.optimizer.step(0.0)
+        self.optimizer.reset_moments()
+        self.sums = zero_sums(self.num_slots, self.drafter.device)

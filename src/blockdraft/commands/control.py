@@ -1,0 +1,294 @@
+"""Control of a training run, in the main thread: starts the workers, watches, logs, stops.
+
+Saving and evaluating happen in drafter 0's thread, between two of its steps.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import queue
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from blockdraft.commands.build import Built, build
+from blockdraft.commands.tracking import MetricsFile, open_trackers
+from blockdraft.config import RunConfig, to_json
+from blockdraft.decoding.acceptance import Acceptance
+from blockdraft.decoding.replay import replay
+from blockdraft.models.target import choose_dtype
+from blockdraft.runtime.pipeline import Delay, Pipeline, StepDone, WarmedUp, no_delay
+from blockdraft.training.checkpoint import check_resumable, resume_into, save_checkpoint
+from blockdraft.training.metrics import StepReport, StepSums, add_sums, report
+
+POLL_SECONDS = 0.05
+
+
+class Evaluated(NamedTuple):
+    """Held-out acceptance after some steps."""
+
+    step: int
+    acceptance: dict[str, Acceptance]
+    seconds: float
+
+
+class Control:
+    """One run."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, say: Callable[[str], None], *, delay: Delay = no_delay
+    ) -> None:
+        self.config, self.run_dir, self.say, self.delay = config, run_dir, say, delay
+        self._evaluations: queue.SimpleQueue[Evaluated] = queue.SimpleQueue()
+        self._interrupts = 0
+        self._saved_step = -1
+        self._partial: dict[int, list[tuple[StepSums, float]]] = {}
+        self._tokens: dict[int, int] = {}
+        self._line_time, self._line_tokens, self._line_step = time.monotonic(), 0, 0
+        self.reports: list[StepReport] = []
+
+    def run(self) -> int:
+        """Builds everything, trains, and returns the exit code.
+
+        Raises:
+            ConfigError: something the user can mend.
+            WorkerError, Stalled: a worker died, or nothing moved.
+        """
+        config = self.config = resolve_dtypes(self.config)
+        (self.run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
+        threads = self._cpu_threads()
+        # Set before anything is compiled or computed: the number is part of what compiled code is guarded by.
+        torch.set_num_threads(os.cpu_count() or 1)
+        self.built: Built = build(config, self.say)
+        self._write_environment()
+        first_step = 0
+        if config.resume:
+            check_resumable(Path(config.resume), config)
+            first_step = self._resume(Path(config.resume))
+        if first_step >= self.built.total_steps:
+            self.say(f"all {self.built.total_steps} steps are done already")
+            return 0
+        self._saved_step = first_step if config.resume else -1
+        self._line_step = first_step
+        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
+        self.trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
+        self.pipeline = Pipeline(
+            config.runtime,
+            self.built.loader,
+            self.built.targets,
+            self.built.steps,
+            first_step=first_step,
+            total_steps=self.built.total_steps,
+            at_boundary=self._at_boundary,
+            cpu_threads=threads,
+            delay=self.delay,
+        )
+        previous = signal.signal(signal.SIGINT, self._interrupted) if _in_main_thread() else None
+        terminate = signal.signal(signal.SIGTERM, self._interrupted) if _in_main_thread() else None
+        try:
+            return self._watch()
+        finally:
+            if _in_main_thread():
+                signal.signal(signal.SIGINT, previous)
+                signal.signal(signal.SIGTERM, terminate)
+            self.metrics.close()
+            for tracker in self.trackers:
+                tracker.close()
+
+    def _resume(self, directory: Path) -> int:
+        steps_done = 0
+        for step in self.built.steps:
+            steps_done = resume_into(directory, step.drafter, step.optimizer)
+        self.say(f"resumed from {directory}: {steps_done} steps done")
+        return steps_done
+
+    def _cpu_threads(self) -> int | None:
+        """Intra-op threads of each CPU worker: the cores divided among the workers that compute on the CPU."""
+        runtime = self.config.runtime
+        busy = [*runtime.targets, *runtime.drafters].count("cpu")
+        if not busy:
+            return None
+        return max(1, (os.cpu_count() or 1) // busy)
+
+    def _watch(self) -> int:
+        pipeline = self.pipeline
+        pipeline.start()
+        try:
+            while pipeline.is_running() and pipeline.crew.first_error is None:
+                self._drain(POLL_SECONDS)
+                pipeline.watchdog.check()
+            pipeline.crew.join()
+        except BaseException as error:
+            pipeline.crew.fail(f"control stopped the run: {error!r}")
+            if not isinstance(error, RuntimeError):
+                pipeline.crew.join()
+            raise
+        self._drain(0.0)
+        done = pipeline.last_step + 1
+        self._say_sides()
+        if done < self.built.total_steps:
+            self.say(
+                f"stopped after step {done}; go on with: blockdraft train {self.run_dir}/config.json --resume auto"
+            )
+        else:
+            self.say(f"done: {done} steps, checkpoints in {self.run_dir / 'checkpoints'}")
+        return 0
+
+    def _interrupted(self, _signal: int, _frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        self.say("stopping: this step is finished and saved first; once more to stop at once")
+        self.pipeline.ask_to_stop()
+
+    # In drafter 0's thread
+
+    def _at_boundary(self, steps_done: int) -> None:
+        """Saves and evaluates, when it is time, with everything this step changed in place."""
+        self.pipeline.watchdog.beat()
+        ends_here = steps_done == self.pipeline.last_step + 1
+        due = steps_done % self.config.eval.every == 0
+        if self.built.tapes and (due or ends_here):
+            self._evaluate(steps_done)
+        due = steps_done % self.config.save_every == 0 and steps_done > 0
+        if (due or ends_here) and steps_done > self._saved_step:
+            step = self.built.steps[0]
+            root = self.run_dir / "checkpoints"
+            save_checkpoint(root, steps_done, step.drafter, step.optimizer, self.config, self.config.keep_last)
+            self._saved_step = steps_done
+        self.pipeline.watchdog.beat()
+
+    @torch.no_grad()
+    def _evaluate(self, steps_done: int) -> None:
+        started = time.monotonic()
+        step = self.built.steps[0]
+        found = {name: replay(step.drafter, step.ends, tapes) for name, tapes in self.built.tapes.items()}
+        self._evaluations.put(Evaluated(steps_done, found, time.monotonic() - started))
+
+    # Reports of the workers, in the main thread
+
+    def _drain(self, seconds: float) -> None:
+        """Handles what the workers have reported, waiting for at most `seconds`."""
+        try:
+            self._handle(self.pipeline.reports.get(timeout=seconds) if seconds else self.pipeline.reports.get_nowait())
+            while True:
+                self._handle(self.pipeline.reports.get_nowait())
+        except queue.Empty:
+            pass
+        while not self._evaluations.empty():
+            self._log_evaluation(self._evaluations.get())
+
+    def _handle(self, item: StepDone | WarmedUp) -> None:
+        self.pipeline.watchdog.beat()
+        if isinstance(item, WarmedUp):
+            self.say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.1f} s")
+            return
+        num_slots = self.config.drafter.block_size - 1
+        parts = self._partial.setdefault(item.step, [])
+        parts.append(item.read(num_slots))
+        self._tokens[item.drafter] = item.tokens
+        if len(parts) == len(self.built.steps):
+            del self._partial[item.step]
+            sums = parts[0][0]
+            for other, _ in parts[1:]:
+                sums = add_sums(sums, other)
+            self._log_step(item, report(sums), parts[0][1])
+
+    def _log_step(self, item: StepDone, found: StepReport, grad_norm: float) -> None:
+        config, steps_done = self.config, item.step + 1
+        self.reports.append(found)
+        peak = config.optim.muon_lr if config.optim.optimizer == "muon" else config.optim.lr
+        values: dict[str, Any] = {
+            "step": steps_done,
+            "loss": found.loss,
+            "accept": found.acceptance_length,
+            "accuracy": found.accuracy,
+            "grad_norm": grad_norm,
+            "lr": peak * item.lr_scale,
+            "blocks": found.blocks,
+        }
+        for tracker in self.trackers:
+            tracker.log(steps_done, values)
+        tokens = sum(self._tokens.values())
+        line = values | {
+            "accuracy_per_slot": [round(value, 4) for value in found.accuracy_per_slot],
+            "tokens": tokens,
+            "seconds": round(time.monotonic() - self.pipeline.started, 3),
+        }
+        self.metrics.write(line)
+        if steps_done % config.log_every == 0 or steps_done == self.built.total_steps:
+            self.say(self._console_line(steps_done, found, values["lr"], tokens))
+
+    def _console_line(self, steps_done: int, found: StepReport, lr: float, tokens: int) -> str:
+        now = time.monotonic()
+        seconds = max(1e-9, now - self._line_time)
+        rate = (tokens - self._line_tokens) / seconds
+        left = (self.built.total_steps - steps_done) * seconds / max(1, steps_done - self._line_step)
+        self._line_time, self._line_tokens, self._line_step = now, tokens, steps_done
+        busy = self.pipeline.busy_shares()
+        channel = self.pipeline.channel
+        depth = channel.depth * channel.num_drafters
+        return (
+            f"step {steps_done:,}/{self.built.total_steps:,} | loss {found.loss:.3f} | accept "
+            f"{found.acceptance_length:.2f} | lr {lr:.1e} | {rate:,.0f} tok/s | target {busy.target:.0%} drafter "
+            f"{busy.drafter:.0%} | channel {channel.in_flight()}/{depth} | eta {_spell_seconds(left)}"
+        )
+
+    def _log_evaluation(self, item: Evaluated) -> None:
+        values = {f"eval/{name}": found.acceptance_length for name, found in item.acceptance.items()}
+        self.metrics.write({"step": item.step, **values, "eval_seconds": round(item.seconds, 3)})
+        for tracker in self.trackers:
+            tracker.log(item.step, values)
+        spelled = ", ".join(
+            f"{name} {found.acceptance_length:.2f} ({found.rounds} rounds)" for name, found in item.acceptance.items()
+        )
+        self.say(f"evaluation after step {item.step}: acceptance length {spelled}")
+
+    def _say_sides(self) -> None:
+        for line in self.pipeline.describe_sides():
+            self.say(line)
+
+    def _write_environment(self) -> None:
+        target = self.built.targets[0]
+        environment = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "target_class": type(target.model).__name__,
+            "target_layers": target.num_layers,
+            "draft_vocab": self.built.draft_vocab_size,
+        }
+        (self.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+
+
+def resolve_dtypes(config: RunConfig) -> RunConfig:
+    """The config with every `auto` data type replaced by the one the devices are good at."""
+    target = choose_dtype(config.target.dtype, config.runtime.targets[0])
+    drafter = choose_dtype(config.drafter.dtype, config.runtime.drafters[0])
+    return dataclasses.replace(
+        config,
+        target=dataclasses.replace(config.target, dtype=target),
+        drafter=dataclasses.replace(config.drafter, dtype=drafter),
+    )
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
+
+
+def _spell_seconds(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -1,0 +1,303 @@
+"""The threads of a run: loader, target workers, drafter workers, and the order in which they start.
+
+Start-up: every worker warms up in its own thread, one after the other under one lock; then a barrier; then steady
+state. Control (the caller's thread) only waits and reads what the workers report.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.config import RuntimeConfig
+from blockdraft.data.loader import Fill, Loader, MicroBatch, TargetBatch
+from blockdraft.models.target import Target
+from blockdraft.runtime.channel import Channel, Stopped
+from blockdraft.runtime.slots import Filler, KeptFeatures, Slot
+from blockdraft.runtime.workers import Crew, Watchdog, Worker
+from blockdraft.training.metrics import StepSums, unflatten_sums
+from blockdraft.training.step import Blocks, DrafterStep
+
+
+class StepDone(NamedTuple):
+    """One drafter's counts of one step; `flat` is on the host once `ready` has happened."""
+
+    drafter: int
+    step: int
+    flat: Tensor
+    ready: torch.cuda.Event | None
+    lr_scale: float
+    tokens: int
+    """Document tokens that this drafter has trained on so far."""
+
+    def read(self, num_slots: int) -> tuple[StepSums, float]:
+        """Counts and gradient norm."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return unflatten_sums(self.flat[:-1], num_slots), float(self.flat[-1])
+
+
+class WarmedUp(NamedTuple):
+    """A worker has finished one part of its warm-up."""
+
+    worker: str
+    what: str
+    seconds: float
+
+
+class Busy(NamedTuple):
+    """Shares of time spent computing."""
+
+    target: float
+    drafter: float
+
+
+Delay = Callable[[str, int], None]
+"""Called as (worker's name, number) before each piece of work; tests sleep or raise in it."""
+
+
+def no_delay(_worker: str, _number: int) -> None:
+    """The default."""
+
+
+class Pipeline:
+    """One run's threads. `run` returns when the last step is done, or raises the first worker's error."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        loader: Loader,
+        targets: list[Target],
+        steps: list[DrafterStep],
+        *,
+        first_step: int,
+        total_steps: int,
+        at_boundary: Callable[[int], None],
+        cpu_threads: int | None = None,
+        delay: Delay = no_delay,
+    ) -> None:
+        """`at_boundary(steps_done)` is called in drafter 0's thread after each of its steps: it saves and evaluates."""
+        self.config, self.loader, self.targets, self.steps = config, loader, targets, steps
+        self.first_step, self.total_steps = first_step, total_steps
+        self.last_step = total_steps - 1
+        self.at_boundary, self.delay = at_boundary, delay
+        self.channel = Channel(
+            num_targets=len(targets),
+            num_drafters=len(steps),
+            depth=config.channel_depth,
+            pairs=config.topology != "pool",
+        )
+        self.crew = Crew(self.channel)
+        self.watchdog = Watchdog(self.channel, config.stall_seconds)
+        self.reports: queue.SimpleQueue[StepDone | WarmedUp] = queue.SimpleQueue()
+        self._compile_lock = threading.Lock()
+        self._warm = threading.Semaphore(0)
+        self._go = threading.Event()
+        self._stop_wanted = False
+        self._tokens = [0] * len(steps)
+        rows, length = loader.config.num_rows, loader.config.row_length
+        width = targets[0].hidden_size * len(targets[0].layer_ids)
+        self.kept = KeptFeatures() if config.keep_features else None
+        self.slots = [
+            [Slot(rows, length, width, targets[0].dtype, step.drafter.device) for _ in range(config.channel_depth)]
+            for step in steps
+        ]
+        self.workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1)]
+        for i, target in enumerate(targets):
+            self.workers.append(Worker(f"target {i}", target.device, self._target_body(i), cpu_threads))
+        for i, step in enumerate(steps):
+            self.workers.append(Worker(f"drafter {i}", step.drafter.device, self._drafter_body(i), cpu_threads))
+
+    def start(self) -> None:
+        """Starts every thread; they warm up and then wait for each other."""
+        self.started = time.monotonic()
+        self.crew.start(self.workers)
+
+    def is_running(self) -> bool:
+        """Whether any worker still runs; lets the steady state begin once everybody is warm."""
+        if not self._go.is_set() and all(worker.warm for worker in self.workers):
+            self.started = time.monotonic()
+            self._go.set()
+        return self.crew.is_alive()
+
+    def ask_to_stop(self) -> None:
+        """Lets every drafter finish the step it is in, and end there."""
+        self._stop_wanted = True
+
+    def busy_shares(self) -> Busy:
+        """Share of the time since steady state began that each side's workers computed, on average."""
+        elapsed = max(1e-9, time.monotonic() - self.started)
+
+        def share(side: str) -> float:
+            chosen = [worker.busy_s for worker in self.workers if worker.name.startswith(side)]
+            return min(1.0, sum(chosen) / len(chosen) / elapsed)
+
+        return Busy(share("target"), share("drafter"))
+
+    def describe_sides(self) -> list[str]:
+        """For each worker: busy, waiting for input, waiting to hand over; and which side limits the run."""
+        elapsed = max(1e-9, time.monotonic() - self.started)
+        lines = []
+        waits = {f"target {i}": waited for i, waited in enumerate(self.channel.target_waits)}
+        waits |= {f"drafter {i}": waited for i, waited in enumerate(self.channel.drafter_waits)}
+        for worker in self.workers:
+            if worker.name in waits:
+                waited = waits[worker.name]
+                lines.append(
+                    f"{worker.name}: busy {worker.busy_s / elapsed:.0%}, waiting for input "
+                    f"{waited.for_input_s / elapsed:.0%}, waiting to hand over {waited.to_hand_over_s / elapsed:.0%}"
+                )
+        busy = self.busy_shares()
+        limit = "target" if busy.target > busy.drafter else "drafter"
+        return [*lines, f"the {limit} side limits this run"]
+
+    # Bodies, each in its own thread
+
+    def _begin(self, worker: Worker) -> None:
+        worker.warm = True
+        while not self._go.wait(0.05):
+            if self.crew.first_error is not None:
+                raise Stopped
+
+    def _load(self, worker: Worker) -> None:
+        self._begin(worker)
+
+        def fills() -> Iterator[Fill]:
+            for fill in self.loader.fills(self.first_step, self.total_steps):
+                worker.step = fill.passes[0].step
+                self.delay(worker.name, fill.number)
+                yield fill
+
+        self.channel.feed(fills())
+
+    def _target_body(self, index: int) -> Callable[[Worker], None]:
+        def body(worker: Worker) -> None:
+            config = self.loader.config
+            filler = Filler(self.targets[index], config.num_rows, config.row_length, self.kept)
+            with self._compile_lock:
+                self._warm_target(worker, filler, index)
+            self._begin(worker)
+            while (work := self.channel.next_work(index)) is not None:
+                worker.step = work.fill.passes[0].step
+                self.delay(worker.name, work.fill.number)
+                started = time.perf_counter()
+                filler.fill(self.slots[work.drafter][work.slot], work.fill)
+                worker.busy_s += time.perf_counter() - started
+                self.channel.publish(work)
+
+        return body
+
+    def _drafter_body(self, index: int) -> Callable[[Worker], None]:
+        def body(worker: Worker) -> None:
+            step = self.steps[index]
+            with self._compile_lock:
+                started = time.perf_counter()
+                warm_up_drafter(step, self.slots[index][0], self.loader)
+                self.reports.put(WarmedUp(worker.name, "forward, backward, update", time.perf_counter() - started))
+            self._begin(worker)
+            if index == 0:
+                self.at_boundary(self.first_step)
+            config = self.loader.config
+            number = self.first_step * config.per_drafter // config.reuse * config.num_drafters + index
+            while worker.step < self.last_step:
+                self.delay(worker.name, number)
+                work = self.channel.take(index, number)
+                started = time.perf_counter()
+                self._consume(worker, index, work.fill, self.slots[index][work.slot])
+                worker.busy_s += time.perf_counter() - started
+                number += config.num_drafters
+            if index == 0 and self.last_step < self.total_steps - 1:
+                # Stopped early: the loader and the targets still have work queued.
+                self.channel.stop()
+
+        return body
+
+    def _consume(self, worker: Worker, index: int, fill: Fill, slot: Slot) -> None:
+        step = self.steps[index]
+        slot.await_filled()
+        for one in fill.passes:
+            blocks = to_device(one, step.drafter.device)
+            step.micro_batch(slot.features_RTC, blocks, one.denominator)
+            self._tokens[index] += sum(fill.used_R)
+            if one is fill.passes[-1]:
+                slot.mark_drained(self.config.poison)
+                self.channel.release(index)
+            if one.is_last:
+                self._finish(worker, index, one.step)
+                if one.step >= self.last_step:
+                    return
+
+    def _finish(self, worker: Worker, index: int, step_number: int) -> None:
+        if index == 0 and self._stop_wanted and self.last_step == self.total_steps - 1:
+            # Set before this step's gradient sum, so every replica sees it when that sum has ended.
+            self.last_step = step_number
+        step = self.steps[index]
+        sums = step.finish(step_number)
+        self.reports.put(_report(index, step_number, sums, step, self._tokens[index]))
+        worker.step = step_number
+        if index == 0:
+            self.at_boundary(step_number + 1)
+
+    def _warm_target(self, worker: Worker, filler: Filler, index: int) -> None:
+        slot = self.slots[index if self.config.topology != "pool" else 0][0]
+        for bucket in self.loader.shapes:
+            started = time.perf_counter()
+            ids_BP = torch.zeros(bucket, dtype=torch.long)
+            trash_BP = torch.full(bucket, slot.buffer.shape[0] - 1, dtype=torch.long)
+            filler.fill(slot, Fill(-1, -1, (TargetBatch(ids_BP, trash_BP),), (0,) * self.loader.config.num_rows, ()))
+            if worker.device.type == "cuda":
+                torch.cuda.synchronize(worker.device)
+            what = f"{bucket.batch} x {bucket.length} tokens"
+            self.reports.put(WarmedUp(worker.name, what, time.perf_counter() - started))
+
+
+def to_device(one: MicroBatch, device: torch.device) -> Blocks:
+    """The tensors of a micro-batch on the drafter's device."""
+    tensors = (
+        one.input_ids_RT,
+        one.document_RT,
+        one.position_RT,
+        one.anchor_RA,
+        one.label_RAS,
+        one.supervised_RAS,
+        one.weight_RAS,
+    )
+    return Blocks(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+
+def _report(drafter: int, step_number: int, sums: StepSums, step: DrafterStep, tokens: int) -> StepDone:
+    flat = torch.cat([*(part.reshape(-1) for part in sums), step.grad_norm.reshape(-1).float()])
+    scale = step.last_scale
+    if flat.device.type != "cuda":
+        return StepDone(drafter, step_number, flat, None, scale, tokens)
+    # Copied behind the step without waiting for it: control waits instead, so the worker never syncs.
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+    host.copy_(flat, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return StepDone(drafter, step_number, host, ready, scale, tokens)
+
+
+def warm_up_drafter(step: DrafterStep, slot: Slot, loader: Loader) -> None:
+    """Runs a whole step on a micro-batch without valid blocks at learning rate 0; checks that it changed nothing."""
+    config, device = loader.config, step.drafter.device
+    rows, anchors = (config.num_rows, config.row_length), (config.num_rows, config.num_anchors)
+    slots = (*anchors, config.block_size - 1)
+    empty = Blocks(
+        torch.zeros(rows, dtype=torch.long, device=device),
+        torch.full(rows, -1, dtype=torch.long, device=device),
+        torch.zeros(rows, dtype=torch.long, device=device),
+        torch.full(anchors, -1, dtype=torch.long, device=device),
+        torch.zeros(slots, dtype=torch.long, device=device),
+        torch.zeros(slots, dtype=torch.bool, device=device),
+        torch.zeros(slots, device=device),
+    )
+    before = [weight.detach().clone() for weight in step.optimizer.masters.values()]
+    step.micro_batch(slot.features_RTC, empty, 1.0)
+    step.rehearse()
+    for weight, old in zip(step.optimizer.masters.values(), before, strict=True):
+        assert torch.equal(weight, old), "warm-up changed a weight"

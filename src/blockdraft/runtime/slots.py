@@ -1,0 +1,153 @@
+"""Slots: the buffers that carry context features from a target's device to a drafter's.
+
+R rows, T tokens of a row, D width, C captured layers. A slot is [R * T + 1, C * D]; its last row takes padding. Slots
+are allocated once, owned by the ring and never freed. On one device the hooks' column writes are the only copy; from
+another device they go into a staging buffer, and one contiguous copy on a side stream follows.
+
+Ordering on GPUs is by two events a slot, `filled` and `drained`; no tensor's life depends on `record_stream`.
+"""
+
+import threading
+
+import torch
+from torch import Tensor
+
+from blockdraft.data.loader import Fill
+from blockdraft.models.target import Target
+
+
+class Slot:
+    """One buffer on a drafter's device, with its two events (None on a CPU)."""
+
+    def __init__(self, num_rows: int, row_length: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_rows, self.row_length = num_rows, row_length
+        self.buffer = torch.zeros(num_rows * row_length + 1, width, dtype=dtype, device=device)
+        self.device = device
+        self.filled = torch.cuda.Event() if device.type == "cuda" else None
+        self.drained = torch.cuda.Event() if device.type == "cuda" else None
+
+    @property
+    def features_RTC(self) -> Tensor:
+        """What the drafter reads, [R, T, C * D]."""
+        return self.buffer[:-1].view(self.num_rows, self.row_length, -1)
+
+    def await_filled(self) -> None:
+        """Makes the drafter's stream wait for the features."""
+        if self.filled is not None:
+            self.filled.wait(torch.cuda.current_stream(self.device))
+
+    def mark_drained(self, poison: bool) -> None:
+        """Called by the drafter after its last use; `poison` overwrites the features with NaN first."""
+        if poison:
+            self.buffer.fill_(float("nan"))
+        if self.drained is not None:
+            self.drained.record(torch.cuda.current_stream(self.device))
+
+
+class KeptFeatures:
+    """Slot contents kept in host memory, by content number; shared by all target workers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, Tensor] = {}
+
+    def find(self, content: int) -> Tensor | None:
+        """The features [R * T + 1, C * D] of this content, if some worker has computed them."""
+        with self._lock:
+            return self._kept.get(content)
+
+    def keep(self, content: int, buffer: Tensor) -> None:
+        """Copies a slot's features to the host. Waits for them: this happens once per content."""
+        copied = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.device.type == "cuda")
+        copied.copy_(buffer)
+        with self._lock:
+            self._kept[content] = copied
+
+
+class Filler:
+    """A target worker's way of writing slots."""
+
+    def __init__(self, target: Target, num_rows: int, row_length: int, kept: KeptFeatures | None = None) -> None:
+        self.kept = kept
+        self.target, self.device = target, target.device
+        self.num_rows, self.row_length = num_rows, row_length
+        self.width = target.hidden_size
+        self.staging: dict[torch.device, _Staging] = {}
+
+    def fill(self, slot: Slot, fill: Fill) -> None:
+        """Runs the target over the fill's documents and leaves their features in the slot."""
+        if slot.device == self.device:
+            if slot.drained is not None:
+                slot.drained.wait(torch.cuda.current_stream(self.device))
+            self._write(slot.buffer, fill)
+            if slot.filled is not None:
+                slot.filled.record(torch.cuda.current_stream(self.device))
+            return
+        staging = self.staging.get(slot.device)
+        if staging is None:
+            staging = self.staging[slot.device] = _Staging(slot, self.device)
+        self._write(staging.ready(), fill)
+        staging.send(slot)
+
+    def _write(self, buffer: Tensor, fill: Fill) -> None:
+        if self.kept is None or fill.content < 0:
+            self._compute(buffer, fill)
+            return
+        features = self.kept.find(fill.content)
+        if features is not None:
+            buffer.copy_(features, non_blocking=True)
+        else:
+            self._compute(buffer, fill)
+            self.kept.keep(fill.content, buffer)
+
+    def _compute(self, buffer: Tensor, fill: Fill) -> None:
+        for row, used in enumerate(fill.used_R):
+            buffer[row * self.row_length + used : (row + 1) * self.row_length].zero_()
+        for batch in fill.batches:
+            ids_BP = batch.input_ids_BP.to(self.device, non_blocking=True)
+            index_N = batch.slot_index_BP.to(self.device, non_blocking=True).flatten()
+
+            def put(column: int, hidden_BPD: Tensor, index_N: Tensor = index_N) -> None:
+                columns = buffer[:, column * self.width : (column + 1) * self.width]
+                columns.index_copy_(0, index_N, hidden_BPD.flatten(0, 1).to(columns.dtype))
+
+            self.target.capture(ids_BP, put)
+        buffer[-1].zero_()
+
+
+class _Staging:
+    """Two buffers on the target's device, used in turn, and the side stream that empties them."""
+
+    def __init__(self, like: Slot, device: torch.device) -> None:
+        self.device = device
+        self.buffers = [torch.zeros_like(like.buffer, device=device) for _ in range(2)]
+        self.turn = 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.sent = [torch.cuda.Event() for _ in range(2)] if self.stream is not None else None
+
+    def ready(self) -> Tensor:
+        self.turn = 1 - self.turn
+        if self.sent is not None:
+            self.sent[self.turn].wait(torch.cuda.current_stream(self.device))
+        return self.buffers[self.turn]
+
+    def send(self, slot: Slot) -> None:
+        source = self.buffers[self.turn]
+        if self.stream is None or self.sent is None:
+            # One side is a CPU: a plain copy, finished when it returns.
+            if slot.drained is not None:
+                slot.drained.synchronize()
+            slot.buffer.copy_(source)
+            if slot.filled is not None:
+                slot.filled.record(torch.cuda.current_stream(slot.device))
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            if slot.drained is not None:
+                slot.drained.wait(self.stream)
+            slot.buffer.copy_(source, non_blocking=slot.device.type == "cuda")
+            self.sent[self.turn].record(self.stream)
+            if slot.filled is not None:
+                slot.filled.record(self.stream)
+            else:
+                self.stream.synchronize()

@@ -1,0 +1,139 @@
+"""Worker threads: started in copied contexts, one device each, and joined whatever happens.
+
+The first error wins: it stops the channel, so every other worker's wait ends, and control raises it again with the
+worker's name, device, step and whole traceback.
+"""
+
+import contextvars
+import faulthandler
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from blockdraft.runtime.channel import Channel, Stopped
+
+
+class WorkerError(RuntimeError):
+    """A worker died; the message holds its name, device, step and traceback."""
+
+
+class Stalled(RuntimeError):
+    """Nothing moved for the set time; all stacks were printed."""
+
+
+@dataclass
+class Worker:
+    """One thread. `body` gets the worker, and says where it is by setting `step`."""
+
+    name: str
+    device: torch.device
+    body: Callable[["Worker"], None]
+    cpu_threads: int | None = None
+    step: int = -1
+    busy_s: float = 0.0
+    warm: bool = False
+    """Whether its warm-up is over."""
+    thread: threading.Thread | None = field(default=None, repr=False)
+
+
+class Crew:
+    """All workers of a run, and the first error among them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.workers: list[Worker] = []
+        self._lock = threading.Lock()
+        self._first_error: str | None = None
+        self._done = threading.Semaphore(0)
+
+    def start(self, workers: list[Worker]) -> None:
+        """Starts each worker's thread in a copy of the caller's context."""
+        self.workers = workers
+        for worker in workers:
+            run = contextvars.copy_context().run
+            worker.thread = threading.Thread(target=run, args=(self._run, worker), name=worker.name, daemon=True)
+            worker.thread.start()
+
+    def _run(self, worker: Worker) -> None:
+        try:
+            _prepare_thread(worker)
+            worker.body(worker)
+        except Stopped:
+            pass
+        except BaseException:
+            self.fail(f"{worker.name} on {worker.device} died in step {worker.step}:\n{traceback.format_exc()}")
+        finally:
+            self._done.release()
+
+    def fail(self, message: str) -> None:
+        """Records the first error and stops everyone."""
+        with self._lock:
+            if self._first_error is None:
+                self._first_error = message
+        self.channel.stop()
+
+    @property
+    def first_error(self) -> str | None:
+        """What the first worker to die said."""
+        with self._lock:
+            return self._first_error
+
+    def is_alive(self) -> bool:
+        """Whether any thread still runs."""
+        return any(worker.thread is not None and worker.thread.is_alive() for worker in self.workers)
+
+    def join(self, seconds: float = 10.0) -> None:
+        """Waits for every thread.
+
+        Raises:
+            WorkerError: a worker died.
+            Stalled: a thread did not end within `seconds` of being told to.
+        """
+        deadline = time.monotonic() + seconds
+        for worker in self.workers:
+            if worker.thread is not None:
+                worker.thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = [worker.name for worker in self.workers if worker.thread is not None and worker.thread.is_alive()]
+        if self.first_error is not None:
+            after = f"\nstill running after {seconds:.0f} s: {', '.join(stuck)}" if stuck else ""
+            raise WorkerError(self.first_error + after)
+        if stuck:
+            raise Stalled(f"threads that did not end within {seconds:.0f} s: {', '.join(stuck)}")
+
+
+def _prepare_thread(worker: Worker) -> None:
+    # Current device, autograd modes and intra-op threads all belong to the thread.
+    if worker.device.type == "cuda":
+        torch.cuda.set_device(worker.device)
+    if worker.cpu_threads is not None:
+        torch.set_num_threads(worker.cpu_threads)
+    # The engine's own device threads would run lazy compiles behind a lock that this thread may hold.
+    torch.autograd.set_multithreading_enabled(False)
+
+
+class Watchdog:
+    """Prints every thread's stack when the channel has not moved for a set time."""
+
+    def __init__(self, channel: Channel, seconds: float) -> None:
+        self.channel, self.seconds = channel, seconds
+        self._seen, self._since = -1, time.monotonic()
+
+    def beat(self) -> None:
+        """Says that something else moved: a step, an evaluation, a warm-up."""
+        self._since = time.monotonic()
+
+    def check(self) -> None:
+        """Raises Stalled, after printing all stacks to stderr, when nothing moved in time."""
+        if self.channel.moves != self._seen:
+            self._seen, self._since = self.channel.moves, time.monotonic()
+        elif time.monotonic() - self._since > self.seconds:
+            faulthandler.dump_traceback(file=sys.stderr)
+            raise Stalled(
+                f"nothing moved for {self.seconds:.0f} s; the stacks of all threads are above. "
+                "If a step really takes longer, raise runtime.stall_seconds"
+            )

@@ -1,0 +1,164 @@
+"""Checkpoints: safetensors and JSON, written to the side and renamed.
+
+step_XXXXXXXX/ holds drafter.safetensors (weights as computed with), optimizer.safetensors (masters, moments),
+state.json (steps done, shape) and config.json (the resolved run). Anchors and data order are keyed by number, so the
+step is all that the loader's position needs.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.config import ConfigError, RunConfig, read_config, to_json
+from blockdraft.models.drafter import Drafter, DrafterShape
+from blockdraft.training.optim import MasterOptimizer
+
+FORMAT = 1
+
+
+def checkpoint_name(step: int) -> str:
+    """Directory of the checkpoint after `step` optimizer steps."""
+    return f"step_{step:08d}"
+
+
+def save_checkpoint(
+    root: Path, steps_done: int, drafter: Drafter, optimizer: MasterOptimizer, config: RunConfig, keep_last: int
+) -> Path:
+    """Writes one checkpoint and removes all but the newest `keep_last`; returns its directory."""
+    final = root / checkpoint_name(steps_done)
+    side = root / f".{final.name}.partial"
+    shutil.rmtree(side, ignore_errors=True)
+    side.mkdir(parents=True)
+    weights = {name: weight.detach().to("cpu").contiguous() for name, weight in drafter.state_dict().items()}
+    save_file(weights, side / "drafter.safetensors")
+    moments = {name: value.detach().to("cpu").contiguous() for name, value in optimizer.state_tensors().items()}
+    save_file(moments, side / "optimizer.safetensors")
+    state = {
+        "format": FORMAT,
+        "steps_done": steps_done,
+        "skipped_steps": int(optimizer.skipped),
+        "shape": dataclasses.asdict(drafter.shape),
+    }
+    (side / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    (side / "config.json").write_text(to_json(config), encoding="utf-8")
+    for file in side.iterdir():
+        _sync(file)
+    if final.exists():
+        shutil.rmtree(final)
+    side.rename(final)
+    _sync(root)
+    for old in list_checkpoints(root)[:-keep_last]:
+        shutil.rmtree(old)
+    return final
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in root.glob("step_????????") if (path / "state.json").is_file())
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """`path` itself if it is a checkpoint, else the newest one of the run directory `path`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (path / "state.json").is_file():
+        return path
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        raise ConfigError(f"{path}: expected a checkpoint, or a run directory with checkpoints/step_XXXXXXXX in it")
+    return found[-1]
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """state.json of a checkpoint.
+
+    Raises:
+        ConfigError: another format version.
+    """
+    state: dict[str, Any] = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT:
+        raise ConfigError(f"{directory}: expected checkpoint format {FORMAT}, found {state.get('format')}")
+    return state
+
+
+def load_drafter(path: Path) -> Drafter:
+    """The drafter of a checkpoint or of a run's newest one, from its float32 masters, on the CPU."""
+    directory = newest_checkpoint(path)
+    values = read_state(directory)["shape"]
+    for key in ("target_layer_ids", "window_layers"):
+        values[key] = tuple(values[key])
+    drafter = Drafter(DrafterShape(**values)).float()
+    tensors = load_file(directory / "optimizer.safetensors")
+    masters = {name.removeprefix("master."): value for name, value in tensors.items() if name.startswith("master.")}
+    drafter.load_state_dict(masters)
+    return drafter
+
+
+def resume_into(directory: Path, drafter: Drafter, optimizer: MasterOptimizer) -> int:
+    """Restores weights, masters and moments in place; returns the steps done.
+
+    Raises:
+        ConfigError: the checkpoint's drafter has another shape.
+    """
+    state = read_state(directory)
+    found = json.loads(json.dumps(dataclasses.asdict(drafter.shape)))
+    for name, value in state["shape"].items():
+        if found[name] != value:
+            raise ConfigError(f"{directory}: its drafter has {name} {value}, this run's has {found[name]}")
+    optimizer.load_state_tensors(load_file(directory / "optimizer.safetensors"))
+    drafter.load_state_dict(load_file(directory / "drafter.safetensors"))
+    with torch.no_grad():
+        optimizer.skipped.fill_(state["skipped_steps"])
+    return int(state["steps_done"])
+
+
+RESUMABLE = (
+    "run_dir", "steps", "epochs", "log_every", "save_every", "keep_last", "resume", "trackers", "runtime", "eval",
+)  # fmt: skip
+"""Fields that may differ between a checkpoint and the run that resumes it."""
+
+
+def check_resumable(directory: Path, config: RunConfig) -> None:
+    """Refuses to resume when a field that changes the model or the data order differs.
+
+    Raises:
+        ConfigError: names every such field with both values.
+    """
+    before, now = dataclasses.asdict(read_config(directory / "config.json")), dataclasses.asdict(config)
+    for name in RESUMABLE:
+        if name == "runtime":
+            for side in (before, now):
+                side["runtime"] = {key: side["runtime"][key] for key in ("reuse", "keep_features")}
+        else:
+            before.pop(name), now.pop(name)
+    wrong = [f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now, "")]
+    if wrong:
+        raise ConfigError(
+            f"{directory} cannot be resumed, these change the model or the data order: {'; '.join(wrong)}"
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = []
+    for name, old in before.items():
+        if isinstance(old, dict):
+            found += _differences(old, now[name], f"{prefix}{name}.")
+        elif old != now[name]:
+            found.append((prefix + name, old, now[name]))
+    return found
