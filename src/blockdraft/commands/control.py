@@ -64,8 +64,6 @@ class Control:
         config = self.config = resolve_dtypes(self.config)
         (self.run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
         threads = self._cpu_threads()
-        # Set before anything is compiled or computed: the number is part of what compiled code is guarded by.
-        torch.set_num_threads(os.cpu_count() or 1)
         self.built: Built = build(config, self.say)
         self._write_environment()
         first_step = 0
@@ -110,12 +108,12 @@ class Control:
         return steps_done
 
     def _cpu_threads(self) -> int | None:
-        """Intra-op threads of each CPU worker: the cores divided among the workers that compute on the CPU."""
+        """Intra-op threads of each CPU worker: torch's own number (OMP_NUM_THREADS) divided among the busy ones."""
         runtime = self.config.runtime
         busy = [*runtime.targets, *runtime.drafters].count("cpu")
         if not busy:
             return None
-        return max(1, (os.cpu_count() or 1) // busy)
+        return max(1, torch.get_num_threads() // busy)
 
     def _watch(self) -> int:
         pipeline = self.pipeline

@@ -196,7 +196,8 @@ class DrafterAttention(nn.Module):
 
     def heads(self, x_RNF: Tensor) -> Tensor:
         """[R, N, heads * E] -> [R, N, heads, E]."""
-        return x_RNF.unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = x_RNF.unflatten(-1, (-1, self.head_dim))
+        return heads
 
     def keys_values(self, x_RND: Tensor, angles: Rotation) -> tuple[Tensor, Tensor]:
         """Keys, normed and rotated, and values of a stream, each [R, G, N, E]."""
