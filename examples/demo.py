@@ -12,6 +12,7 @@ To start over, remove runs/demo.
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -30,7 +31,7 @@ NUM_DECODE = 8
 """Held-out prompts, half of each set, that are decoded one by one in float32 and compared with plain decoding."""
 NGRAM_ORDER = 5
 
-EXAMPLES = Path(__file__).parent
+EXAMPLES = Path(os.path.relpath(Path(__file__).parent))
 
 
 class Demo:
@@ -47,7 +48,10 @@ class Demo:
         code = subprocess.run(_executable(command), check=False).returncode
         seconds = round(time.monotonic() - started, 1)
         if code:
-            sys.exit(f"\nthe demo stopped: stage {stage!r} ended with exit code {code} after {seconds} s")
+            sys.exit(
+                f"\nthe demo stopped: stage {stage!r} ended with exit code {code} after {seconds} s; "
+                f"run it again to go on, or remove {self.runs} to start over"
+            )
         self.seconds[stage] = seconds
         (self.runs / "seconds.json").write_text(json.dumps(self.seconds, indent=2) + "\n", encoding="utf-8")
         print(f"[{stage}: {seconds} s]", flush=True)

@@ -50,7 +50,7 @@ def smollm2_demo() -> RunConfig:
         run_dir="runs/demo/train",
         steps=steps,
         save_every=steps,
-        target=TargetConfig(dtype="bfloat16"),
+        target=TargetConfig(),
         drafter=DrafterConfig(num_layers=2, block_size=8, target_layer_ids=(1, 8, 14, 20, 27)),
         # A step is 8 rows of 16 anchors. A prompt (about 45 tokens) and its answer (at most 80) fill one row.
         data=DataConfig(row_length=144, num_rows=8, num_anchors=16, sort_window=64, target_tokens=8 * 144),
@@ -76,7 +76,7 @@ def paper() -> RunConfig:
     return RunConfig(
         run_dir="runs/qwen3-8b",
         epochs=6.0,
-        target=TargetConfig(path="Qwen/Qwen3-8B", dtype="bfloat16"),
+        target=TargetConfig(path="Qwen/Qwen3-8B"),
         drafter=DrafterConfig(num_layers=5, block_size=16),
         # 512 anchors for each 3,072 tokens (docs/algorithm.md, section 9).
         data=DataConfig(row_length=3072, num_rows=1, num_anchors=512, target_tokens=8192),

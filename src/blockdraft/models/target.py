@@ -23,6 +23,7 @@ from transformers import (
 from blockdraft.config import ConfigError, TargetConfig
 from blockdraft.models.drafter import TargetFacts, default_layer_ids
 from blockdraft.models.ends import Ends
+from blockdraft.models.kernels import use_torch_on_cpu
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -56,6 +57,8 @@ class Target:
         self.layers, self.final_norm = cast(nn.ModuleList, parts["layers"]), parts["norm"]
         self.text_config = model.config.get_text_config()
         self.num_layers = len(self.layers)
+        if self.device.type == "cpu":
+            use_torch_on_cpu(model)
         self.layer_ids = layer_ids or default_layer_ids(self.num_layers, num_drafter_layers)
         if not all(0 <= layer < self.num_layers for layer in self.layer_ids):
             raise ConfigError(
