@@ -1,0 +1,78 @@
+"""The demo's parts that can be checked without a model: what is held out, and how the numbers are gathered."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("num_train", [100, 320, 640])
+def test_held_out_prompts_are_what_their_names_say(num_train: int) -> None:
+    train, unseen_pair, unseen_words = load("demo_prompts").split_pairs(num_train, 16)
+    assert (len(set(train)), len(set(unseen_pair)), len(set(unseen_words))) == (num_train, 16, 16)
+    verbs, objects = {verb for verb, _ in train}, {what for _, what in train}
+    assert not set(train) & set(unseen_pair)
+    assert all(verb in verbs and what in objects for verb, what in unseen_pair)
+    assert not any(verb in verbs or what in objects for verb, what in unseen_words)
+
+
+def test_more_prompts_than_the_words_give_are_refused() -> None:
+    with pytest.raises(SystemExit, match="held-out words: 100 prompts wanted"):
+        load("demo_prompts").split_pairs(320, 100)
+
+
+def write_results(runs: Path) -> None:
+    """What training and evaluation leave, with numbers that tell where they came from."""
+
+    def evaluation(accept: float, ngram: float, **more: Any) -> str:
+        found = {"acceptance_length": accept, "rounds": 100, "num_prompts": 16, "settings": {"dtype": "float32"}}
+        found["controls"] = {"ngram": {"acceptance_length": ngram}, "prompt_lookup": {"acceptance_length": 1.1}}
+        return json.dumps(found | more)
+
+    (runs / "train").mkdir()
+    lines: list[dict[str, float]] = [
+        {"step": 0, "eval/unseen_pair": 1.02, "eval/unseen_words": 1.04},
+        {"step": 1, "loss": 10.0},
+        {"step": 85, "eval/unseen_pair": 2.0, "eval/unseen_words": 1.5},
+    ]
+    (runs / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (runs / "evaluate_unseen_pair.json").write_text(evaluation(2.4, 2.7))
+    (runs / "evaluate_unseen_words.json").write_text(evaluation(1.9, 2.0))
+    speeds = {"tokens_per_second": 40.0, "plain_tokens_per_second": 30.0, "speedup": 1.333}
+    (runs / "evaluate_decode.json").write_text(evaluation(2.1, 0.0, lossless=True, **speeds))
+    (runs / "seconds.json").write_text(json.dumps({"train": 200.0, "decode": 10.5}))
+
+
+def test_the_summary_takes_each_number_from_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_results(tmp_path)
+    load("demo_summary").main(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    found = summary["acceptance_length"]
+    assert found["before"] == pytest.approx(1.03)
+    assert (found["after_unseen_pair"], found["after_unseen_words"]) == (2.4, 1.9)
+    assert (found["ngram_control_pair"], found["ngram_control_words"]) == (2.7, 2.0)
+    assert (summary["rounds"], summary["prompts"], summary["steps"]) == (200, 32, 85)
+    assert summary["lossless_float32"] is True
+    assert summary["seconds"] == 210.5
+    assert (tmp_path / "acceptance.png").stat().st_size > 10_000
+    assert "NOT equal" not in capsys.readouterr().out
+
+
+def test_a_run_without_its_first_evaluation_is_refused(tmp_path: Path) -> None:
+    write_results(tmp_path)
+    (tmp_path / "train" / "metrics.jsonl").write_text(json.dumps({"step": 85, "eval/unseen_pair": 2.0}) + "\n")
+    with pytest.raises(SystemExit, match="from step 0 on"):
+        load("demo_summary").main(tmp_path)
