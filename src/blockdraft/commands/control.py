@@ -24,9 +24,13 @@ from blockdraft.config import RunConfig, to_json
 from blockdraft.decoding.acceptance import Acceptance
 from blockdraft.decoding.replay import replay
 from blockdraft.models.target import choose_dtype
+from blockdraft.runtime.distributed import is_several_nodes, join_world
 from blockdraft.runtime.pipeline import Delay, Pipeline, StepDone, WarmedUp, no_delay
-from blockdraft.training.checkpoint import check_resumable, resume_into, save_checkpoint
+from blockdraft.runtime.startup import Protection
+from blockdraft.runtime.workers import WorkerError
+from blockdraft.training.checkpoint import check_resumable, check_shape, read_state, resume_into, save_checkpoint
 from blockdraft.training.metrics import StepReport, StepSums, add_sums, report
+from blockdraft.training.step import DrafterStep
 
 POLL_SECONDS = 0.05
 
@@ -51,6 +55,7 @@ class Control:
         self._saved_step = -1
         self._partial: dict[int, list[tuple[StepSums, float]]] = {}
         self._tokens: dict[int, int] = {}
+        self._tokens_before = 0
         self._line_time, self._line_tokens, self._line_step = time.monotonic(), 0, 0
         self.reports: list[StepReport] = []
 
@@ -63,18 +68,31 @@ class Control:
         """
         config = self.config = resolve_dtypes(self.config)
         (self.run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
-        threads = self._cpu_threads()
+        has_kernels = any(name != "cpu" for name in (*config.runtime.targets, *config.runtime.drafters))
+        protection = Protection(self.say) if has_kernels else None
+        try:
+            return self._run(config, protection)
+        finally:
+            if protection is not None:
+                protection.end()
+
+    def _run(self, config: RunConfig, protection: Protection | None) -> int:
+        self.protection = protection
         self.built: Built = build(config, self.say)
         self._write_environment()
         first_step = 0
         if config.resume:
-            check_resumable(Path(config.resume), config)
-            first_step = self._resume(Path(config.resume))
+            directory = Path(config.resume)
+            check_resumable(directory, config)
+            check_shape(directory, self.built.steps[0].drafter.shape)
+            first_step = int(read_state(directory)["steps_done"])
+            self.say(f"resuming from {directory}: {first_step} steps done")
         if first_step >= self.built.total_steps:
             self.say(f"all {self.built.total_steps} steps are done already")
             return 0
         self._saved_step = first_step if config.resume else -1
         self._line_step = first_step
+        self._tokens_before = self._line_tokens = self.built.loader.tokens_before(first_step)
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
         self.trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
         self.pipeline = Pipeline(
@@ -85,7 +103,10 @@ class Control:
             first_step=first_step,
             total_steps=self.built.total_steps,
             at_boundary=self._at_boundary,
-            cpu_threads=threads,
+            restore=self._restore if config.resume else None,
+            cpu_threads=self._cpu_threads(),
+            world=join_world() if len(self.built.steps) > 1 or is_several_nodes() else None,
+            when_warm=self._when_warm,
             delay=self.delay,
         )
         previous = signal.signal(signal.SIGINT, self._interrupted) if _in_main_thread() else None
@@ -100,12 +121,12 @@ class Control:
             for tracker in self.trackers:
                 tracker.close()
 
-    def _resume(self, directory: Path) -> int:
-        steps_done = 0
-        for step in self.built.steps:
-            steps_done = resume_into(directory, step.drafter, step.optimizer)
-        self.say(f"resumed from {directory}: {steps_done} steps done")
-        return steps_done
+    def _restore(self, step: DrafterStep) -> None:
+        resume_into(Path(self.config.resume), step.drafter, step.optimizer)
+
+    def _when_warm(self) -> None:
+        if self.protection is not None:
+            self.protection.steady()
 
     def _cpu_threads(self) -> int | None:
         """Intra-op threads of each CPU worker: torch's own number (OMP_NUM_THREADS) divided among the busy ones."""
@@ -125,12 +146,15 @@ class Control:
             pipeline.crew.join()
         except BaseException as error:
             pipeline.crew.fail(f"control stopped the run: {error!r}")
-            if not isinstance(error, RuntimeError):
-                pipeline.crew.join()
+            if not isinstance(error, WorkerError):
+                # The error is control's own (Stalled, a second Ctrl-C): every thread ends before it is shown.
+                pipeline.crew.wait()
             raise
         self._drain(0.0)
         done = pipeline.last_step + 1
         self._say_sides()
+        if self.protection is not None:
+            self.say(f"after warm-up: {self.protection.compilations()}")
         if done < self.built.total_steps:
             self.say(
                 f"stopped after step {done}; go on with: blockdraft train {self.run_dir}/config.json --resume auto"
@@ -153,7 +177,8 @@ class Control:
         self.pipeline.watchdog.beat()
         ends_here = steps_done == self.pipeline.last_step + 1
         due = steps_done % self.config.eval.every == 0
-        if self.built.tapes and (due or ends_here):
+        # A resumed run's first boundary was evaluated and saved before it stopped.
+        if self.built.tapes and (due or ends_here) and steps_done > self._saved_step:
             self._evaluate(steps_done)
         due = steps_done % self.config.save_every == 0 and steps_done > 0
         if (due or ends_here) and steps_done > self._saved_step:
@@ -214,7 +239,7 @@ class Control:
         }
         for tracker in self.trackers:
             tracker.log(steps_done, values)
-        tokens = sum(self._tokens.values())
+        tokens = self._tokens_before + sum(self._tokens.values())
         line = values | {
             "accuracy_per_slot": [round(value, 4) for value in found.accuracy_per_slot],
             "tokens": tokens,

@@ -185,6 +185,16 @@ class Loader:
                 yield self._stamp(waiting.popleft(), totals)
         assert not waiting, "a step was cut short"
 
+    def tokens_before(self, first_step: int) -> int:
+        """Document tokens that all drafters together have trained on before `first_step`."""
+        total = 0
+        for number, (_, plan) in enumerate(self._plans()):
+            passes = sum(step < first_step for step in self._steps_of(number))
+            if not passes:
+                break
+            total += passes * sum(one.length for one in plan.placed)
+        return total
+
     def _steps_of(self, number: int) -> list[int]:
         """Optimizer step of each pass of a fill."""
         first = number // self.config.num_drafters * self.config.reuse

@@ -272,8 +272,7 @@ def choose_dtype(name: str, device: str | torch.device) -> Literal["bfloat16", "
     if name != "auto":
         return "float32" if name == "float32" else "bfloat16"
     is_slow = torch.device(device).type == "cpu" and not (
-        torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     return "float32" if is_slow else "bfloat16"
 

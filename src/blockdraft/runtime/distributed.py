@@ -28,6 +28,11 @@ class World(NamedTuple):
     """torch.distributed store that all drafters of all nodes meet at."""
 
 
+def is_several_nodes() -> bool:
+    """Whether torchrun started more than this process."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def join_world(timeout_s: float = 300.0) -> World:
     """Reads what torchrun left in the environment; alone in the world without it.
 

@@ -17,6 +17,7 @@ from blockdraft.config import RuntimeConfig
 from blockdraft.data.loader import Fill, Loader, MicroBatch, TargetBatch
 from blockdraft.models.target import Target
 from blockdraft.runtime.channel import Channel, Stopped
+from blockdraft.runtime.distributed import GradientSum, World
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
 from blockdraft.training.metrics import StepSums, unflatten_sums
@@ -77,14 +78,23 @@ class Pipeline:
         first_step: int,
         total_steps: int,
         at_boundary: Callable[[int], None],
+        restore: Callable[[DrafterStep], None] | None = None,
         cpu_threads: int | None = None,
+        world: World | None = None,
+        when_warm: Callable[[], None] = lambda: None,
         delay: Delay = no_delay,
     ) -> None:
-        """`at_boundary(steps_done)` is called in drafter 0's thread after each of its steps: it saves and evaluates."""
+        """Takes calls back into the trainer.
+
+        `at_boundary(steps_done)`: in drafter 0's thread, after each of its steps; it saves and evaluates.
+        `when_warm()`: in control's thread, when every worker is warm and none has started.
+        `restore(step)`: in each drafter's thread, after its warm-up (which resets moments); it loads a checkpoint.
+        """
+        self.world, self.when_warm = world, when_warm
         self.config, self.loader, self.targets, self.steps = config, loader, targets, steps
         self.first_step, self.total_steps = first_step, total_steps
         self.last_step = total_steps - 1
-        self.at_boundary, self.delay = at_boundary, delay
+        self.at_boundary, self.restore, self.delay = at_boundary, restore, delay
         self.channel = Channel(
             num_targets=len(targets),
             num_drafters=len(steps),
@@ -120,6 +130,7 @@ class Pipeline:
     def is_running(self) -> bool:
         """Whether any worker still runs; lets the steady state begin once everybody is warm."""
         if not self._go.is_set() and all(worker.warm for worker in self.workers):
+            self.when_warm()
             self.started = time.monotonic()
             self._go.set()
         return self.crew.is_alive()
@@ -197,24 +208,41 @@ class Pipeline:
             with self._compile_lock:
                 started = time.perf_counter()
                 warm_up_drafter(step, self.slots[index][0], self.loader)
+                if self.restore is not None:
+                    self.restore(step)
                 self.reports.put(WarmedUp(worker.name, "forward, backward, update", time.perf_counter() - started))
             self._begin(worker)
-            if index == 0:
-                self.at_boundary(self.first_step)
-            config = self.loader.config
-            number = self.first_step * config.per_drafter // config.reuse * config.num_drafters + index
-            while worker.step < self.last_step:
-                self.delay(worker.name, number)
-                work = self.channel.take(index, number)
-                started = time.perf_counter()
-                self._consume(worker, index, work.fill, self.slots[index][work.slot])
-                worker.busy_s += time.perf_counter() - started
-                number += config.num_drafters
-            if index == 0 and self.last_step < self.total_steps - 1:
-                # Stopped early: the loader and the targets still have work queued.
-                self.channel.stop()
+            if self.world is not None:
+                step.sum_gradients = self._join(index, self.world)
+            try:
+                self._train(worker, index)
+            finally:
+                if step.sum_gradients is not None:
+                    # Others wait in the same collective: leaving the group ends their wait.
+                    step.sum_gradients.drop()
 
         return body
+
+    def _join(self, index: int, world: World) -> GradientSum:
+        here = len(self.steps)
+        rank, size = world.node * here + index, world.num_nodes * here
+        return GradientSum(world.store, rank, size, self.steps[index].drafter.device, self.config.stall_seconds)
+
+    def _train(self, worker: Worker, index: int) -> None:
+        if index == 0:
+            self.at_boundary(self.first_step)
+        config = self.loader.config
+        number = self.first_step * config.per_drafter // config.reuse * config.num_drafters + index
+        while worker.step < self.last_step:
+            self.delay(worker.name, number)
+            work = self.channel.take(index, number)
+            started = time.perf_counter()
+            self._consume(worker, index, work.fill, self.slots[index][work.slot])
+            worker.busy_s += time.perf_counter() - started
+            number += config.num_drafters
+        if index == 0 and self.last_step < self.total_steps - 1:
+            # Stopped early: the loader and the targets still have work queued.
+            self.channel.stop()
 
     def _consume(self, worker: Worker, index: int, fill: Fill, slot: Slot) -> None:
         step = self.steps[index]

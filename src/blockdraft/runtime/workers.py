@@ -87,6 +87,14 @@ class Crew:
         """Whether any thread still runs."""
         return any(worker.thread is not None and worker.thread.is_alive() for worker in self.workers)
 
+    def wait(self, seconds: float = 10.0) -> list[str]:
+        """Waits for every thread; returns the names of those still running after `seconds`."""
+        deadline = time.monotonic() + seconds
+        for worker in self.workers:
+            if worker.thread is not None:
+                worker.thread.join(max(0.0, deadline - time.monotonic()))
+        return [worker.name for worker in self.workers if worker.thread is not None and worker.thread.is_alive()]
+
     def join(self, seconds: float = 10.0) -> None:
         """Waits for every thread.
 
@@ -94,11 +102,7 @@ class Crew:
             WorkerError: a worker died.
             Stalled: a thread did not end within `seconds` of being told to.
         """
-        deadline = time.monotonic() + seconds
-        for worker in self.workers:
-            if worker.thread is not None:
-                worker.thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [worker.name for worker in self.workers if worker.thread is not None and worker.thread.is_alive()]
+        stuck = self.wait(seconds)
         if self.first_error is not None:
             after = f"\nstill running after {seconds:.0f} s: {', '.join(stuck)}" if stuck else ""
             raise WorkerError(self.first_error + after)

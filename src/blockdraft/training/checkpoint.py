@@ -110,6 +110,18 @@ def load_drafter(path: Path) -> Drafter:
     return drafter
 
 
+def check_shape(directory: Path, shape: DrafterShape) -> None:
+    """Refuses a checkpoint whose drafter has another shape.
+
+    Raises:
+        ConfigError: names the first number that differs.
+    """
+    found = json.loads(json.dumps(dataclasses.asdict(shape)))
+    for name, value in read_state(directory)["shape"].items():
+        if found[name] != value:
+            raise ConfigError(f"{directory}: its drafter has {name} {value}, this run's has {found[name]}")
+
+
 def resume_into(directory: Path, drafter: Drafter, optimizer: MasterOptimizer) -> int:
     """Restores weights, masters and moments in place; returns the steps done.
 
@@ -117,10 +129,7 @@ def resume_into(directory: Path, drafter: Drafter, optimizer: MasterOptimizer) -
         ConfigError: the checkpoint's drafter has another shape.
     """
     state = read_state(directory)
-    found = json.loads(json.dumps(dataclasses.asdict(drafter.shape)))
-    for name, value in state["shape"].items():
-        if found[name] != value:
-            raise ConfigError(f"{directory}: its drafter has {name} {value}, this run's has {found[name]}")
+    check_shape(directory, drafter.shape)
     optimizer.load_state_tensors(load_file(directory / "optimizer.safetensors"))
     drafter.load_state_dict(load_file(directory / "drafter.safetensors"))
     with torch.no_grad():

@@ -45,6 +45,10 @@ class SumGradients(Protocol):
 
     def __call__(self, gradients: list[Tensor]) -> None: ...
 
+    def drop(self) -> None:
+        """Leaves the group of replicas."""
+        ...
+
 
 def drafter_hidden(
     drafter: Drafter, ends: Ends, features_RTC: Tensor, blocks: Blocks, make_attend: MakeAttend
