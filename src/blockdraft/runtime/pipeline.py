@@ -233,21 +233,25 @@ class Pipeline:
             self.at_boundary(self.first_step)
         config = self.loader.config
         number = self.first_step * config.per_drafter // config.reuse * config.num_drafters + index
-        while worker.step < self.last_step:
+        is_done = False
+        while not is_done:
+            worker.step = max(self.first_step, number // config.num_drafters * config.reuse // config.per_drafter)
             self.delay(worker.name, number)
             work = self.channel.take(index, number)
             started = time.perf_counter()
-            self._consume(worker, index, work.fill, self.slots[index][work.slot])
+            is_done = self._consume(worker, index, work.fill, self.slots[index][work.slot])
             worker.busy_s += time.perf_counter() - started
             number += config.num_drafters
         if index == 0 and self.last_step < self.total_steps - 1:
             # Stopped early: the loader and the targets still have work queued.
             self.channel.stop()
 
-    def _consume(self, worker: Worker, index: int, fill: Fill, slot: Slot) -> None:
+    def _consume(self, worker: Worker, index: int, fill: Fill, slot: Slot) -> bool:
+        """Trains on every pass of a fill; returns whether the run's last step is done."""
         step = self.steps[index]
         slot.await_filled()
         for one in fill.passes:
+            worker.step = one.step
             blocks = to_device(one, step.drafter.device)
             step.micro_batch(slot.features_RTC, blocks, one.denominator)
             self._tokens[index] += sum(fill.used_R)
@@ -255,18 +259,18 @@ class Pipeline:
                 slot.mark_drained(self.config.poison)
                 self.channel.release(index)
             if one.is_last:
-                self._finish(worker, index, one.step)
+                self._finish(index, one.step)
                 if one.step >= self.last_step:
-                    return
+                    return True
+        return False
 
-    def _finish(self, worker: Worker, index: int, step_number: int) -> None:
+    def _finish(self, index: int, step_number: int) -> None:
         if index == 0 and self._stop_wanted and self.last_step == self.total_steps - 1:
             # Set before this step's gradient sum, so every replica sees it when that sum has ended.
             self.last_step = step_number
         step = self.steps[index]
         sums = step.finish(step_number)
         self.reports.put(_report(index, step_number, sums, step, self._tokens[index]))
-        worker.step = step_number
         if index == 0:
             self.at_boundary(step_number + 1)
 

@@ -28,7 +28,7 @@ class Stalled(RuntimeError):
 
 @dataclass
 class Worker:
-    """One thread. `body` gets the worker, and says where it is by setting `step`."""
+    """One thread. `body` gets the worker, and says where it is by setting `step` (counted from 0, -1 in warm-up)."""
 
     name: str
     device: torch.device
@@ -66,7 +66,8 @@ class Crew:
         except Stopped:
             pass
         except BaseException:
-            self.fail(f"{worker.name} on {worker.device} died in step {worker.step}:\n{traceback.format_exc()}")
+            when = f"in step {worker.step + 1}" if worker.step >= 0 else "before its first step"
+            self.fail(f"{worker.name} on {worker.device} died {when}:\n{traceback.format_exc()}")
         finally:
             self._done.release()
 
