@@ -1,0 +1,165 @@
+"""A stopped run goes on as if it had never stopped."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blockdraft.commands import train
+from blockdraft.config import ConfigError, read_config
+from blockdraft.training.checkpoint import check_resumable, list_checkpoints, newest_checkpoint
+from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config
+
+VARIANTS = {
+    "plain": {},
+    "reuse": {"runtime": {"reuse": 3}},
+    "keep_features": {"runtime": {"keep_features": True, "targets": ("cpu", "cpu")}},
+    "accumulation": {"optim": {"accumulation": 2}, "runtime": {"reuse": 3}},
+    "muon": {"optim": {"optimizer": "muon", "weight_decay": 0.01}},
+    "bfloat16": {"drafter": {"dtype": "bfloat16"}, "loss": {"draft_vocab": "data"}},
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Files:
+    return make_files(tmp_path_factory.mktemp("resume"))
+
+
+def forget_after(source: Path, destination: Path, step: int) -> Path:
+    """A copy of a run directory as a run that was killed after `step` leaves it; returns the checkpoint."""
+    shutil.copytree(source, destination)
+    for path in list_checkpoints(destination / "checkpoints"):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    return newest_checkpoint(destination)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_five_steps_and_five_more_equal_ten(files, tmp_path, changes):
+    config = tiny_config(files, tmp_path / "whole", **changes)
+    whole = run_control(config).run_dir
+    checkpoint = forget_after(whole, tmp_path / "parts", 5)
+    assert checkpoint.name == "step_00000005"
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume=str(checkpoint))
+    resumed = run_control(config)
+    assert any("5 steps done" in line for line in resumed.lines)
+    assert [line["step"] for line in metrics(resumed.run_dir)] == list(range(1, 11))
+    assert_same_run(resumed.run_dir, whole)
+
+
+def test_a_run_asked_to_stop_saves_and_goes_on(files, tmp_path):
+    # Stopped at a step that is no multiple of save_every, in the middle of a slot's passes.
+    changes = {"runtime": {"reuse": 3}, "save_every": 100}
+    whole = run_control(tiny_config(files, tmp_path / "whole", **changes)).run_dir
+
+    def stop(control, line: str) -> None:
+        if line.startswith("step 4/"):
+            control.pipeline.ask_to_stop()
+
+    config = tiny_config(files, tmp_path / "parts", **changes)
+    stopped = run_control(config, say=stop, delay=lambda worker, _number: None)
+    steps = int(newest_checkpoint(stopped.run_dir).name.removeprefix("step_"))
+    assert 4 <= steps < 10, "the run was over before it heard the request"
+    assert [line["step"] for line in metrics(stopped.run_dir)] == list(range(1, steps + 1))
+    assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
+    assert_same_run(tmp_path / "parts", whole)
+
+
+def test_a_finished_run_has_nothing_left_to_do(files, tmp_path, capsys):
+    config = tiny_config(files, tmp_path, steps=2)
+    assert train.run(config, train.Options()) == 0
+    before = metrics(tmp_path)
+    assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
+    assert "all 2 steps are done already" in capsys.readouterr().out
+    assert metrics(tmp_path) == before
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train.run(config, train.Options())
+    assert train.run(config, train.Options(overwrite=True)) == 0
+    assert metrics(tmp_path) == before
+
+
+def test_a_torn_save_is_ignored(files, tmp_path):
+    config = tiny_config(files, tmp_path / "whole")
+    whole = run_control(config).run_dir
+    checkpoint = forget_after(whole, tmp_path / "parts", 5)
+    torn = checkpoint.with_name(".step_00000008.partial")
+    shutil.copytree(checkpoint, torn)
+    (torn / "optimizer.safetensors").write_bytes(b"half")
+    unfinished = checkpoint.with_name("step_00000009")
+    unfinished.mkdir()
+    with (tmp_path / "parts/metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "los')
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume="auto")
+    assert train.run(config, train.Options()) == 0
+    assert_same_run(tmp_path / "parts", whole)
+
+
+def test_a_changed_config_is_refused_by_name(files, tmp_path):
+    config = tiny_config(files, tmp_path, steps=1)
+    run_control(config)
+    checkpoint = newest_checkpoint(tmp_path)
+    allowed = tiny_config(files, tmp_path / "b", steps=20, save_every=1, runtime={"channel_depth": 1, "poison": True})
+    check_resumable(checkpoint, allowed)
+    for changes, names in (
+        ({"seed": 3}, ["seed: 0 -> 3"]),
+        ({"runtime": {"reuse": 2}}, ["runtime.reuse: 1 -> 2"]),
+        ({"drafter": {"num_layers": 2}, "optim": {"lr": 0.5}}, ["drafter.num_layers: 1 -> 2", "optim.lr: 0.001 -> "]),
+        ({"data": {"row_length": 128, "target_tokens": 256}}, ["data.row_length: 64 -> 128", "data.target_tokens"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_resumable(checkpoint, tiny_config(files, tmp_path, **changes))
+        assert all(name in str(caught.value) for name in names)
+        assert str(caught.value).count("->") == len(names)
+
+
+def test_checkpoints_beyond_keep_last_are_removed(files, tmp_path):
+    run_control(tiny_config(files, tmp_path, save_every=2, keep_last=3))
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "checkpoints")] == ["06", "08", "10"]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_the_run_directory_holds_the_resolved_config(files, tmp_path):
+    config = tiny_config(files, tmp_path, steps=1, target={"dtype": "auto"}, drafter={"dtype": "auto"})
+    run_control(config)
+    saved = read_config(tmp_path / "config.json")
+    assert saved.target.dtype in ("bfloat16", "float32")
+    assert saved.drafter.dtype in ("bfloat16", "float32")
+    assert dataclasses.replace(saved, target=config.target, drafter=config.drafter) == config
+    assert read_config(newest_checkpoint(tmp_path) / "config.json") == saved
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["target_class"] == "Qwen3ForCausalLM"
+
+
+def test_ctrl_c_finishes_the_step_saves_and_exits_with_zero(files, tmp_path):
+    config = tiny_config(files, tmp_path, steps=100_000, save_every=100_000)
+    flags = ["--run-dir", config.run_dir, "--target.path", str(files.target), "--data.train", str(files.store)]
+    flags += ["--steps", str(config.steps), "--save-every", str(config.save_every)]
+    source = str(Path(train.__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "blockdraft.cli", "train", "tiny", *flags],
+        env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = []
+    with process, process.stdout:
+        for line in process.stdout:
+            said.append(line)
+            if "| loss " in line and len(said) < 10_000:
+                process.send_signal(signal.SIGINT)
+                break
+        said += process.stdout.readlines()
+        assert process.wait(timeout=30) == 0, "".join(said)
+    text = "".join(said)
+    assert "stopping: this step is finished and saved first" in text
+    last = metrics(tmp_path)[-1]["step"]
+    assert f"stopped after step {last}" in text
+    assert newest_checkpoint(tmp_path).name == f"step_{last:08d}"
