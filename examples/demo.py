@@ -99,12 +99,11 @@ def main() -> None:
 
     demo.blockdraft("export", "export", runs / "train", "--output", export)
     measure = ["--target", target, *length, "--dtype", "float32"]
-    for file in held_out:
-        controls = ["--controls", store, "--ngram-order", NGRAM_ORDER, "--output", runs / f"evaluate_{file.stem}.json"]
-        demo.blockdraft(
-            f"evaluate {file.stem}",
-            *("evaluate", export, "--prompts", file, "--num-prompts", options.num_held_out, *measure, *controls),
-        )
+    demo.blockdraft(
+        "evaluate",
+        *("evaluate", export, "--prompts", *held_out, "--num-prompts", options.num_held_out, *measure),
+        *("--controls", store, "--ngram-order", NGRAM_ORDER, "--output", runs / "evaluate.json"),
+    )
     demo.blockdraft(
         "decode",
         *("evaluate", export, "--method", "decode", "--prompts", prompts / "unseen_both.jsonl", *measure),

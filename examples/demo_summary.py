@@ -38,7 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def summarise(runs: Path) -> dict[str, Any]:
     """The numbers of summary.json."""
     curve = read_curve(runs / "train" / "metrics.jsonl")
-    results = {name: read_json(runs / f"evaluate_{name}.json") for name in SETS}
+    results = {name: read_json(runs / "evaluate.json")["sets"][name] for name in SETS}
     decoded = read_json(runs / "evaluate_decode.json")
     stages = read_json(runs / "seconds.json")
     before = {name: points[0][1] for name, points in curve.items()}

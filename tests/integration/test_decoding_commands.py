@@ -80,7 +80,38 @@ def test_both_methods_count_the_same_and_say_under_which_settings(files, capsys)
     assert (chosen["dtype"], chosen["device"], chosen["method"]) == ("float32", "cpu", "replay")
     assert chosen["versions"]["torch"] == torch.__version__
     assert len(chosen["template_hash"]) == 64
-    assert row.startswith("| drafter | method | dtype | prompts | accept | rounds | prompt lookup | ngram |")
+    head = "| drafter | set | method | dtype | thinking | prompts | accept | rounds | prompt lookup | ngram |"
+    assert row.startswith(head + "\n")
+
+
+def test_several_sets_are_measured_in_one_call_as_each_alone(files, capsys):
+    write_conversations(files / "more.jsonl", [chat("Another."), chat("One more.")])
+    alone = evaluated(files)
+    more = evaluated(files, "--prompts", str(files / "more.jsonl"))
+    capsys.readouterr()
+    both = evaluated(files, "--prompts", str(files / "prompts.jsonl"), str(files / "more.jsonl"), "--no-thinking")
+    assert set(both["sets"]) == {"prompts", "more"}
+    for name, single in (("prompts", alone), ("more", more)):
+        assert both["sets"][name] == single["sets"][name]
+        assert single["sets"][name].items() <= single.items()
+    assert both["num_prompts"] == NUM_PROMPTS + 2
+    assert both["histogram"] == [a + b for a, b in zip(alone["histogram"], more["histogram"], strict=True)]
+    assert (alone["settings"]["thinking"], both["settings"]["thinking"]) == (None, False)
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[1] for row in rows[2:4]] == ["prompts", "more"]
+    decoded = evaluated(
+        files, "--method", "decode", "--prompts", str(files / "prompts.jsonl"), str(files / "more.jsonl")
+    )
+    assert decoded["lossless"] is True
+    for name in ("prompts", "more"):
+        assert decoded["sets"][name]["histogram"] == both["sets"][name]["histogram"]
+
+
+def test_sets_that_are_called_the_same_are_refused(files, capsys):
+    arguments = ["evaluate", str(files / "export"), "--target", "t", "--prompts", "a/x.jsonl", "b/x.jsonl"]
+    assert cli.main(arguments) == cli.EXIT_ERROR
+    assert "found 'x' more than once" in capsys.readouterr().err
+    assert cli.main([*arguments[:5], "p", "--thinking", "--no-thinking"]) == cli.EXIT_ERROR
 
 
 def test_sampled_evaluation_claims_nothing_about_equality(files):
@@ -111,11 +142,11 @@ def test_a_difference_is_reported_with_its_logit_gap_and_fails_in_float32(files,
         return found._replace(token_ids=[found.token_ids[0], 77, *found.token_ids[2:]])
 
     plain = speculative.generate_plain
-    monkeypatch.setattr("blockdraft.decoding.speculative.generate_plain", altered)
+    monkeypatch.setattr("blockdraft.commands.measure.generate_plain", altered)
     options = evaluate.Options(
         drafter=files / "export",
         target=str(files / "target"),
-        prompts=str(files / "prompts.jsonl"),
+        prompts=(str(files / "prompts.jsonl"),),
         method="decode",
         num_prompts=1,
         max_new_tokens=10,
@@ -124,7 +155,7 @@ def test_a_difference_is_reported_with_its_logit_gap_and_fails_in_float32(files,
     )
     assert evaluate.run(options) == 1
     out = capsys.readouterr().out
-    assert "not equal to plain decoding: 1 of 1 answers" in out
+    assert "not equal to plain decoding, prompts: 1 of 1 answers" in out
     assert "prompt 0, token 1" in out
 
 

@@ -37,10 +37,10 @@ def test_more_prompts_than_the_words_give_are_refused() -> None:
 def write_results(runs: Path) -> None:
     """What training and evaluation leave, with numbers that tell where they came from."""
 
-    def evaluation(accept: float, ngram: float, **more: Any) -> str:
+    def evaluation(accept: float, ngram: float, **more: Any) -> dict[str, Any]:
         found = {"acceptance_length": accept, "rounds": 100, "num_prompts": 16, "settings": {"dtype": "float32"}}
         found["controls"] = {"ngram": {"acceptance_length": ngram}, "prompt_lookup": {"acceptance_length": 1.1}}
-        return json.dumps(found | more)
+        return found | more
 
     (runs / "train").mkdir()
     lines: list[dict[str, float]] = [
@@ -49,10 +49,10 @@ def write_results(runs: Path) -> None:
         {"step": 85, "eval/unseen_pair": 2.0, "eval/unseen_words": 1.5},
     ]
     (runs / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (runs / "evaluate_unseen_pair.json").write_text(evaluation(2.4, 2.7))
-    (runs / "evaluate_unseen_words.json").write_text(evaluation(1.9, 2.0))
+    sets = {"unseen_pair": evaluation(2.4, 2.7), "unseen_words": evaluation(1.9, 2.0)}
+    (runs / "evaluate.json").write_text(json.dumps(evaluation(2.2, 2.4, sets=sets)))
     speeds = {"tokens_per_second": 40.0, "plain_tokens_per_second": 30.0, "speedup": 1.333}
-    (runs / "evaluate_decode.json").write_text(evaluation(2.1, 0.0, lossless=True, **speeds))
+    (runs / "evaluate_decode.json").write_text(json.dumps(evaluation(2.1, 0.0, lossless=True, **speeds)))
     (runs / "seconds.json").write_text(json.dumps({"train": 200.0, "decode": 10.5}))
 
 
