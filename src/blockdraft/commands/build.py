@@ -1,6 +1,7 @@
 """Builds the pieces of a run from its config: target, drafter, loader, evaluation tapes, each checked as it is made."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,6 +156,8 @@ def _shape(config: RunConfig, target: Target, store: Store, find_mask: Callable[
 def _first_drafter(config: RunConfig, shape: DrafterShape, ends: Ends, draft_ids: NDArray[np.int64] | None) -> Drafter:
     if config.drafter.init_from:
         drafter = load_export(Path(config.drafter.init_from), dtype=torch.float32)
+        # No flag has it: a property of the export that the run takes over.
+        shape = replace(shape, window_causal=drafter.shape.window_causal)
         if drafter.shape != shape:
             names = [name for name, value in vars(shape).items() if vars(drafter.shape)[name] != value]
             values = ", ".join(f"{name} {vars(drafter.shape)[name]} (this run: {vars(shape)[name]})" for name in names)

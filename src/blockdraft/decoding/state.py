@@ -87,7 +87,7 @@ class ContextCache:
         """Announces the new context tokens of a round and sets what each slot may see."""
         self._first = self.num_context
         self.num_context += num_new
-        if self.shape.causal:
+        if self.shape.is_causal(None):
             self._full_mask = self._seen(0, None)
         if self.shape.window is not None:
             self._window_mask = self._seen(self._window_start(), self.shape.window)
@@ -104,7 +104,7 @@ class ContextCache:
         if window is not None:
             context_LT = key_K > self.num_context + self._slot_L[:, None] - window
         block_LL = torch.ones(len(self._slot_L), len(self._slot_L), dtype=torch.bool, device=key_K.device)
-        return torch.cat([context_LT, block_LL.tril() if self.shape.causal else block_LL], dim=1)
+        return torch.cat([context_LT, block_LL.tril() if self.shape.is_causal(window) else block_LL], dim=1)
 
     def __call__(
         self,

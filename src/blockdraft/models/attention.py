@@ -18,7 +18,9 @@ def sdpa_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, a
     """The reference: one dense boolean mask a layer kind, [R, 1, Q, K]."""
 
     def dense(window: int | None) -> Tensor:
-        seen = visibility(document_RT, position_RT, anchor_RA, shape.block_size, window=window, causal=shape.causal)
+        seen = visibility(
+            document_RT, position_RT, anchor_RA, shape.block_size, window=window, causal=shape.is_causal(window)
+        )
         return seen[:, None]
 
     full = dense(None) if len(shape.window_layers) < shape.num_layers else None
@@ -61,7 +63,7 @@ def block_mask(
         if window is not None:
             context = context & (position_RT[row, inside] > before_RA[row, block] + slot - window)
         own = (key >= num_tokens) & ((key - num_tokens) // length == block)
-        if shape.causal:
+        if shape.is_causal(window):
             own = own & ((key - num_tokens) % length <= slot)
         return context | own
 

@@ -35,6 +35,9 @@ class DrafterShape:
     window: int | None = None
     window_layers: tuple[int, ...] = ()
     causal: bool = False
+    """Attend inside a block to earlier slots only."""
+    window_causal: bool = False
+    """The same in layers with a window only, as published checkpoints with windows run that state no direction."""
     embedding_multiplier: float = 1.0
     """Factor on the target's raw embedding rows, kept so that other clients can apply it."""
     logit_multiplier: float = 1.0
@@ -68,6 +71,12 @@ class DrafterShape:
             raise ConfigError(
                 f"drafter.window_layers must be drafter layers 0..{self.num_layers - 1}, got {self.window_layers}"
             )
+        if self.window_causal and (self.causal or self.window is None):
+            raise ConfigError("window_causal stands for windowed layers of a drafter that is not causal throughout")
+
+    def is_causal(self, window: int | None) -> bool:
+        """Whether layers with that window (None: full layers) attend inside a block to earlier slots only."""
+        return self.causal or (self.window_causal and window is not None)
 
 
 def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, ...]:

@@ -23,11 +23,14 @@ def published_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
     dflash: dict[str, Any] = {
         "mask_token_id": shape.mask_token_id,
         "target_layer_ids": list(shape.target_layer_ids),
-        "causal": shape.causal,
         "block_size": shape.block_size,
     }
     if shape.window is not None:
         dflash |= {"use_swa": True, "swa_window_size": shape.window}
+    # Where no direction is stated, every client runs layers with a window causally and full layers both ways.
+    direction = {} if shape.window_causal else {"is_causal": shape.causal}
+    if direction:
+        dflash["causal"] = shape.causal
     if shape.embedding_multiplier != 1.0:
         dflash["input_embedding_scale"] = shape.embedding_multiplier
     if shape.logit_multiplier != 1.0:
@@ -43,7 +46,7 @@ def published_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
         "block_size": shape.block_size,
         "num_target_layers": shape.num_target_layers,
         "dflash_config": dflash,
-        "is_causal": shape.causal,
+        **direction,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -81,6 +84,7 @@ def read_shape(config: dict[str, Any], source: str) -> DrafterShape:
     try:
         layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
         window_layers = tuple(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
+        causal = config.get("is_causal", dflash.get("causal"))
         return DrafterShape(
             hidden_size=config["hidden_size"],
             num_layers=config["num_hidden_layers"],
@@ -98,7 +102,8 @@ def read_shape(config: dict[str, Any], source: str) -> DrafterShape:
             max_position_embeddings=config["max_position_embeddings"],
             window=config.get("sliding_window") or dflash.get("swa_window_size") if window_layers else None,
             window_layers=window_layers,
-            causal=bool(config.get("is_causal", dflash.get("causal", False))),
+            causal=bool(causal),
+            window_causal=causal is None and bool(window_layers),
             embedding_multiplier=dflash.get("input_embedding_scale", 1.0),
             logit_multiplier=dflash.get("output_multiplier", 1.0),
             logit_softcap=dflash.get("final_logit_softcapping"),
