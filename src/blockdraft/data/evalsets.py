@@ -65,9 +65,7 @@ def set_names(sources: Iterable[str]) -> list[str]:
     names = [set_name(source) for source in sources]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(
-            f"prompts: expected sets with names of their own, found {twice[0]!r} more than once; rename it"
-        )
+        raise ConfigError(f"prompts: expected sets of different names, found {twice[0]!r} more than once; rename it")
     return names
 
 
