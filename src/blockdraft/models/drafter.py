@@ -113,7 +113,9 @@ def derive_shape(config: DrafterConfig, target: TargetFacts, mask_token_id: int)
     head_dim = config.head_dim or min(target.head_dim, 128)
     same_heads = head_dim == target.head_dim
     num_heads = config.num_heads or (target.num_heads if same_heads else max(1, width // head_dim))
-    num_kv_heads = config.num_kv_heads or (target.num_kv_heads if same_heads else min(8, num_heads))
+    # 8 where it divides the heads: 20 heads (a width of 2,560) get 5.
+    few = max(count for count in range(1, 9) if num_heads % count == 0)
+    num_kv_heads = config.num_kv_heads or (target.num_kv_heads if same_heads else few)
     inner = 3 * width if target.is_moe else target.intermediate_size
     return DrafterShape(
         hidden_size=width,
