@@ -134,7 +134,7 @@ def test_visibility_equals_the_rule_spelled_out(case):
 @given(packed_rows())
 def test_positions_count_from_the_anchors_own(case):
     lengths, anchors, size, _, _, padding = case
-    document_RT, position_RT = row(*lengths, padding=padding)
+    _, position_RT = row(*lengths, padding=padding)
     found = block_positions(position_RT, torch.tensor([anchors]), size).view(-1, size).tolist()
     starts = [position_RT[0, anchor].item() if anchor >= 0 else 0 for anchor in anchors]
     assert found == [list(range(start, start + size)) for start in starts]
