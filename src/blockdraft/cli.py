@@ -31,7 +31,8 @@ VERBS: Final = {
     "train": Verb("blockdraft.commands.train", "train a drafter from a recipe"),
     "evaluate": Verb("blockdraft.commands.evaluate", "acceptance length and speed, by decoding or by replay"),
     "generate": Verb("blockdraft.commands.generate", "stream one answer, accepted tokens coloured"),
-    "export": Verb("blockdraft.commands.export", "write a drafter in the published format and compare it"),
+    "export": Verb("blockdraft.commands.export", "write a drafter in a published format and compare it"),
+    "import": Verb("blockdraft.commands.import_", "read a published drafter, for warm starts and evaluation"),
 }
 EXIT_ERROR: Final = 2  # As for a flag that does not exist.
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it.

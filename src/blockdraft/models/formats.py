@@ -15,7 +15,8 @@ from blockdraft.config import ConfigError
 from blockdraft.models.drafter import Drafter, DrafterShape
 
 ARCHITECTURE = "DFlashDraftModel"
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 
 
 def published_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
@@ -37,16 +38,24 @@ def published_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
         dflash["output_multiplier"] = shape.logit_multiplier
     if shape.logit_softcap is not None:
         dflash["final_logit_softcapping"] = shape.logit_softcap
-    layer_types = [
-        "sliding_attention" if layer in shape.window_layers else "full_attention" for layer in range(shape.num_layers)
-    ]
     return {
         "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
         "block_size": shape.block_size,
         "num_target_layers": shape.num_target_layers,
         "dflash_config": dflash,
         **direction,
+        **qwen3_fields(shape),
+        "dtype": dtype_name(dtype),
+    }
+
+
+def qwen3_fields(shape: DrafterShape) -> dict[str, Any]:
+    """What both layouts say about the drafter's layers, as a Qwen3Config has it."""
+    layer_types = [
+        "sliding_attention" if layer in shape.window_layers else "full_attention" for layer in range(shape.num_layers)
+    ]
+    return {
+        "model_type": "qwen3",
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -68,39 +77,35 @@ def published_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
         "max_window_layers": shape.num_layers,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """bfloat16 for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def read_shape(config: dict[str, Any], source: str) -> DrafterShape:
     """The shape that a published config.json describes.
 
     Raises:
-        ConfigError: another architecture, or a field is missing.
+        ConfigError: another architecture, a field is missing, or one asks for what a drafter here does not do.
     """
     if ARCHITECTURE not in config.get("architectures", []):
         raise ConfigError(f"{source}: expected architectures [{ARCHITECTURE!r}], found {config.get('architectures')}")
     dflash = config.get("dflash_config", {})
     try:
-        layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-        window_layers = tuple(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
+        window, window_layers = check_layers(config, source)
+        if dflash.get("use_swa") and not window_layers:
+            raise ConfigError(f"{source}: dflash_config.use_swa is set and no layer has sliding_attention; name them")
         causal = config.get("is_causal", dflash.get("causal"))
         return DrafterShape(
-            hidden_size=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            intermediate_size=config["intermediate_size"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=float((config.get("rope_parameters") or config)["rope_theta"]),
+            **layer_numbers(config),
             block_size=config.get("block_size") or dflash["block_size"],
             mask_token_id=dflash["mask_token_id"],
             target_layer_ids=tuple(dflash["target_layer_ids"]),
             num_target_layers=config["num_target_layers"],
-            vocab_size=config["vocab_size"],
-            max_position_embeddings=config["max_position_embeddings"],
-            window=config.get("sliding_window") or dflash.get("swa_window_size") if window_layers else None,
+            window=window or (dflash["swa_window_size"] if window_layers else None),
             window_layers=window_layers,
             causal=bool(causal),
             window_causal=causal is None and bool(window_layers),
@@ -112,13 +117,59 @@ def read_shape(config: dict[str, Any], source: str) -> DrafterShape:
         raise ConfigError(f"{source}: the published format needs the field {error.args[0]!r}, found none") from error
 
 
+def layer_numbers(config: dict[str, Any]) -> dict[str, Any]:
+    """The plain numbers among Qwen3Config's fields, under the names of DrafterShape; KeyError names a missing one."""
+    return {
+        "hidden_size": config["hidden_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "intermediate_size": config["intermediate_size"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "rope_theta": float((config.get("rope_parameters") or config)["rope_theta"]),
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+    }
+
+
+def check_layers(config: dict[str, Any], source: str) -> tuple[int | None, tuple[int, ...]]:
+    """Window and windowed layers; refuses what would run differently here than where the checkpoint was trained.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    for name, expected, found in (
+        ("rope_type", "default", kind),
+        ("hidden_act", "silu", config.get("hidden_act", "silu")),
+        ("attention_bias", False, config.get("attention_bias", False)),
+    ):
+        if found != expected:
+            raise ConfigError(f"{source}: {name} must be {expected!r} for a DFlash drafter here, found {found!r}")
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != config["num_hidden_layers"]:
+        raise ConfigError(
+            f"{source}: layer_types must be full_attention or sliding_attention for each of "
+            f"{config['num_hidden_layers']} layers, found {kinds}"
+        )
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    return (config.get("sliding_window") if layers else None), layers
+
+
 def save_export(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes config.json and model.safetensors; an existing export there is replaced."""
+    write_checkpoint(drafter, directory, published_config(drafter.shape, dtype), dtype)
+
+
+def write_checkpoint(drafter: Drafter, directory: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Tensors in `dtype` and the config; both layouts name tensors alike."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in drafter.state_dict().items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = published_config(drafter.shape, dtype)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_export(directory: Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Drafter:
@@ -127,17 +178,65 @@ def load_export(directory: Path, *, device: str = "cpu", dtype: torch.dtype | No
     Raises:
         ConfigError: no export, missing or unknown tensors, wrong shapes, or a config that names another data type.
     """
-    config_file, weights_file = directory / "config.json", directory / "model.safetensors"
-    for file in (config_file, weights_file):
-        if not file.is_file():
-            raise ConfigError(f"{directory}: expected an export with config.json and model.safetensors, no {file.name}")
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    shape = read_shape(config, str(config_file))
-    tensors: dict[str, Tensor] = load_file(weights_file)
-    found = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    config = read_json(directory / CONFIG)
+    if "speculators_model_type" in config:
+        raise ConfigError(
+            f"{directory}: found speculators' format, expected the published one; "
+            f"convert it: blockdraft import {directory} --output DIR"
+        )
+    shape = read_shape(config, str(directory / CONFIG))
+    return build_drafter(shape, read_tensors(directory), config, directory, device=device, dtype=dtype)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a config.json.
+
+    Raises:
+        ConfigError: no such file, or no JSON object in it.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{file.parent}: expected an export with {CONFIG} and {WEIGHTS}, no {file.name}")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: expected JSON, found {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, from one file or from the several that an index lists.
+
+    Raises:
+        ConfigError: no weights, or a file that the index lists is missing.
+    """
+    index = directory / f"{WEIGHTS}.index.json"
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    for name in names:
+        if not (directory / name).is_file():
+            raise ConfigError(f"{directory}: expected an export with {CONFIG} and {WEIGHTS}, no {name}")
+    return {key: tensor for name in names for key, tensor in load_file(directory / name).items()}
+
+
+def build_drafter(
+    shape: DrafterShape,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    directory: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Drafter:
+    """A drafter of exactly these tensors.
+
+    Raises:
+        ConfigError: missing or unknown tensors, wrong shapes, or a config that names another data type.
+    """
+    found = {dtype_name(tensor.dtype) for tensor in tensors.values()}
     stated = config.get("dtype") or config.get("torch_dtype")
     if found != {stated}:
-        raise ConfigError(f"{config_file}: dtype must be that of the tensors, {sorted(found)}, found {stated!r}")
+        raise ConfigError(f"{directory / CONFIG}: dtype must be that of the tensors, {sorted(found)}, found {stated!r}")
     with torch.device("meta"):
         drafter = Drafter(shape)
     expected = {name: tuple(weight.shape) for name, weight in drafter.state_dict().items()}
@@ -148,8 +247,7 @@ def load_export(directory: Path, *, device: str = "cpu", dtype: torch.dtype | No
         kind = (
             "missing" if wrong[0] not in tensors else "not expected" if wrong[0] not in expected else "of a wrong shape"
         )
-        raise ConfigError(f"{weights_file}: tensor {wrong[0]} is {kind} ({len(wrong)} such tensors)")
-    dtype = dtype or _TORCH_DTYPES[str(stated)]
-    placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+        raise ConfigError(f"{directory / WEIGHTS}: tensor {wrong[0]} is {kind} ({len(wrong)} such tensors)")
+    placed = {name: tensor.to(device=device, dtype=dtype or tensor.dtype) for name, tensor in tensors.items()}
     drafter.load_state_dict(placed, assign=True)
     return drafter
