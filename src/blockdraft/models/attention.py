@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
+from blockdraft.models.block_mask import block_mask
 from blockdraft.models.blocks import visibility
 from blockdraft.models.drafter import Attend, DrafterShape
 
@@ -45,32 +46,6 @@ def sdpa_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, a
     return attend
 
 
-def block_mask(
-    shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor, window: int | None
-) -> BlockMask:
-    """The same visibility as a flex_attention mask."""
-    length, num_tokens = shape.block_size, document_RT.shape[1]
-    num_rows, num_anchors = anchor_RA.shape
-    safe_RA = anchor_RA.clamp(min=0)
-    document_RA = torch.where(anchor_RA >= 0, document_RT.gather(1, safe_RA), -2)
-    before_RA = position_RT.gather(1, safe_RA)
-
-    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block, slot = query // length, query % length
-        inside = key.clamp(max=num_tokens - 1)
-        context = (key < num_tokens) & (document_RT[row, inside] == document_RA[row, block])
-        context = context & (position_RT[row, inside] < before_RA[row, block])
-        if window is not None:
-            context = context & (position_RT[row, inside] > before_RA[row, block] + slot - window)
-        own = (key >= num_tokens) & ((key - num_tokens) // length == block)
-        if shape.is_causal(window):
-            own = own & ((key - num_tokens) % length <= slot)
-        return context | own
-
-    num_queries = num_anchors * length
-    return create_block_mask(sees, num_rows, None, num_queries, num_tokens + num_queries, device=str(anchor_RA.device))
-
-
 def compile_flex() -> Callable[..., Any]:
     """flex_attention compiled for fixed shapes. One per worker: call it first in the thread that will use it."""
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -84,8 +59,8 @@ def flex_attend(
     compiled: Callable[..., Any],
 ) -> Attend:
     """Block-sparse attention through a compiled flex_attention."""
-    full = block_mask(shape, document_RT, position_RT, anchor_RA, None)
-    windowed = block_mask(shape, document_RT, position_RT, anchor_RA, shape.window) if shape.window_layers else full
+    full = block_mask(shape, position_RT, anchor_RA, None)
+    windowed = block_mask(shape, position_RT, anchor_RA, shape.window) if shape.window_layers else full
 
     def attend(
         layer: int,

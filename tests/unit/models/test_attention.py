@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from blockdraft.models.attention import block_mask, flex_attend, sdpa_attend
+from blockdraft.models.attention import flex_attend, sdpa_attend
+from blockdraft.models.block_mask import block_mask
 from blockdraft.models.blocks import visibility
 from integration.tiny import tiny_drafter, tiny_target
 from unit.models.test_blocks import packed_rows, row
@@ -34,7 +35,7 @@ def test_the_flex_predicate_equals_visibility(shape, case):
     here = dataclasses.replace(
         shape, block_size=size, causal=causal, window=window, window_layers=(0,) if window else ()
     )
-    mask = block_mask(here, document_RT, position_RT, anchor_RA, window)
+    mask = block_mask(here, position_RT, anchor_RA, window)
     num_queries = len(anchors) * size
     dense = create_mask(mask.mask_mod, 1, 1, num_queries, document_RT.shape[1] + num_queries, device="cpu")[:, 0]
     expected = visibility(document_RT, position_RT, anchor_RA, size, window=window, causal=causal)
@@ -47,7 +48,7 @@ def test_two_rows_have_masks_of_their_own(shape):
     one, two = row(5, 3), row(2, 4, padding=2)
     document_RT, position_RT = torch.cat([one[0], two[0]]), torch.cat([one[1], two[1]])
     anchor_RA = torch.tensor([[2, 6], [1, -1]])
-    mask = block_mask(shape, document_RT, position_RT, anchor_RA, None)
+    mask = block_mask(shape, position_RT, anchor_RA, None)
     dense = create_mask(mask.mask_mod, 2, 1, 8, 16, device="cpu")[:, 0]
     assert torch.equal(dense, visibility(document_RT, position_RT, anchor_RA, 4))
 
