@@ -1,0 +1,117 @@
+"""Gradient sums between threads, each with a process group of its own."""
+
+import threading
+
+import pytest
+import torch
+
+from blockdraft.config import ConfigError
+from blockdraft.runtime.distributed import (
+    BUCKET_BYTES,
+    GradientSum,
+    buckets,
+    c10d,
+    check_devices,
+    is_several_nodes,
+    join_world,
+)
+
+DEVICE = torch.device("cpu")
+
+
+def run_threads(size: int, body) -> list[BaseException | None]:
+    errors: list[BaseException | None] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            body(rank)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+def draws(rank: int, round_number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank * 100 + round_number)
+    return [torch.randn(shape, generator=generator) for shape in ((7, 3), (5,), (1, 2, 2))]
+
+
+def test_every_thread_gets_the_same_sum():
+    size, rounds = 4, 20
+    store, found = c10d.HashStore(), {}
+
+    def body(rank: int) -> None:
+        total = GradientSum(store, rank, size, DEVICE, 20.0)
+        for number in range(rounds):
+            gradients = draws(rank, number)
+            total(gradients)
+            found[rank, number] = gradients
+        total.drop()
+
+    assert run_threads(size, body) == [None] * size
+    for number in range(rounds):
+        expected = [sum(parts) for parts in zip(*(draws(rank, number) for rank in range(size)), strict=True)]
+        for rank in range(size):
+            for part, value in zip(found[rank, number], expected, strict=True):
+                torch.testing.assert_close(part, value)
+        for rank in range(1, size):
+            for mine, first in zip(found[rank, number], found[0, number], strict=True):
+                assert torch.equal(mine, first), "replicas part"
+
+
+def test_a_group_that_is_left_ends_the_others_wait():
+    store, left = c10d.HashStore(), threading.Event()
+
+    def body(rank: int) -> None:
+        total = GradientSum(store, rank, 2, DEVICE, 15.0)
+        total(draws(rank, 0))
+        if rank == 1:
+            total.drop()
+            left.set()
+            return
+        left.wait(10)
+        total(draws(rank, 1))
+
+    errors = run_threads(2, body)
+    assert errors[1] is None
+    assert isinstance(errors[0], RuntimeError)
+
+
+def test_buckets_hold_every_gradient_in_order():
+    small = [torch.zeros(10) for _ in range(5)]
+    assert [len(bucket) for bucket in buckets(small)] == [5]
+    half = BUCKET_BYTES // 8
+    large = [torch.empty(half, device="meta") for _ in range(5)]
+    found = buckets(large)
+    assert [len(bucket) for bucket in found] == [2, 2, 1]
+    flat = [one for bucket in found for one in bucket]
+    assert all(a is b for a, b in zip(flat, large, strict=True))
+    assert [len(bucket) for bucket in buckets([torch.empty(3 * half, device="meta"), *small])] == [1, 5]
+    assert buckets([]) == []
+
+
+def test_alone_in_the_world_without_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world = join_world()
+    assert (world.node, world.num_nodes) == (0, 1)
+    assert not is_several_nodes()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert is_several_nodes()
+
+
+def test_devices_are_parsed_or_refused():
+    assert check_devices(("cpu", "cpu"), "targets") == [DEVICE, DEVICE]
+    with pytest.raises(ConfigError, match=r"runtime\.targets: expected cpu or cuda:N, got 'tpu'"):
+        check_devices(("tpu",), "targets")
+    with pytest.raises(ConfigError, match=r"runtime\.drafters: cuda:99 is not here"):
+        check_devices(("cuda:99",), "drafters")
+    with pytest.raises(ConfigError, match=r"runtime\.drafters: meta is not here"):
+        check_devices(("meta",), "drafters")
+    with pytest.raises(ConfigError, match=r"runtime\.targets is empty"):
+        check_devices((), "targets")
