@@ -9,8 +9,11 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from blockdraft.config import DrafterConfig
@@ -45,14 +48,41 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 TARGETS = tuple(CONFIGS)
+EXPERTS = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+HYBRID = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention", "full_attention"],
+}
+HYBRID_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: Qwen3NextConfig(**COMMON, **HYBRID, **EXPERTS),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**COMMON, **HYBRID),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**COMMON, **HYBRID, **EXPERTS),
+}
+HYBRIDS = tuple(HYBRID_CONFIGS)
+CONFIGS |= HYBRID_CONFIGS
 
 
 def tiny_target(
-    name: str, *, seed: int = 0, num_drafter_layers: int = 2, layer_ids: tuple[int, ...] | None = None
+    name: str,
+    *,
+    seed: int = 0,
+    num_drafter_layers: int = 2,
+    layer_ids: tuple[int, ...] | None = None,
+    initializer_range: float = 0.3,
 ) -> Target:
-    """One of TARGETS with random weights; its stop id is 2."""
+    """One of CONFIGS with random weights; its stop id is 2."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    config = CONFIGS[name]()
+    config.initializer_range = initializer_range
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return Target(model, layer_ids, num_drafter_layers)
 
 

@@ -4,10 +4,11 @@ L block tokens, S tokens of a target forward, T context tokens, D width, C captu
 G key/value heads, E head width.
 """
 
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from blockdraft.config import ConfigError
 from blockdraft.models.drafter import Drafter, DrafterShape
@@ -15,6 +16,7 @@ from blockdraft.models.ends import Ends
 from blockdraft.models.target import Target, TargetOutput
 
 REWINDABLE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
 
 
 class TargetState(Protocol):
@@ -48,20 +50,105 @@ class CroppedState:
         self.cache.crop(num_tokens - self._num_new)
 
 
+class _Memory(NamedTuple):
+    """What one recurrent layer remembered, by index of its states."""
+
+    convolution: dict[int, Tensor]
+    recurrent: dict[int, Tensor]
+
+
+class SnapshotState:
+    """A cache with recurrent layers, which cannot be rewound: their states are copied before tokens that may go again.
+
+    Once tokens are given up, the copy is put back and attention layers are cropped to the same length. The tokens that
+    stay are then missing from the cache: they wait, and the next `extend` reads them again before its own. What waits
+    is bounded: more than WAITING_LIMIT tokens are read in a forward of their own. transformers' `cache.crop` is no
+    way here: it leaves the recurrent states as they are, without an error (up to 5.24).
+    """
+
+    WAITING_LIMIT: Final = 32
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.cache = target.new_cache()
+        self._waiting_1S = torch.empty(1, 0, dtype=torch.long, device=target.device)
+        self._new_1S = self._waiting_1S
+        self._memories: list[_Memory] | None = None
+
+    def extend(self, token_1S: Tensor, *, last_only: bool = False) -> TargetOutput:
+        """As the protocol says."""
+        if self._waiting_1S.shape[1] > self.WAITING_LIMIT:
+            self.target.forward(self._waiting_1S, self.cache, logits_to_keep=1)
+            self._waiting_1S, self._memories = self._waiting_1S[:, :0], None
+        self._new_1S, size = token_1S, token_1S.shape[1]
+        # A single token always stays, and so does the prompt, before which there is nothing to go back to.
+        if size == 1 or not self.cache.get_seq_length():
+            self._memories = None
+        elif self._memories is None:
+            self._memories = [_remember(layer) for layer in self.cache.layers if _is_recurrent(layer)]
+        text_1S = torch.cat([self._waiting_1S, token_1S], dim=1)
+        output = self.target.forward(text_1S, self.cache, logits_to_keep=1 if last_only else size)
+        # The features of waiting tokens have been handed out before.
+        return output._replace(features_BSC=output.features_BSC[:, -size:])
+
+    def keep(self, num_tokens: int) -> None:
+        """As the protocol says."""
+        if num_tokens == self._new_1S.shape[1]:
+            self._waiting_1S, self._memories = self._waiting_1S[:, :0], None
+            # Sliding-window layers drop what lies behind their window only when they are cropped.
+            self._crop(0)
+            return
+        assert self._memories is not None, "a prompt and a single token stay whole"
+        recurrent = [layer for layer in self.cache.layers if _is_recurrent(layer)]
+        for layer, memory in zip(recurrent, self._memories, strict=True):
+            _restore(layer, memory)
+        self._crop(self._waiting_1S.shape[1] + self._new_1S.shape[1])
+        self._waiting_1S = torch.cat([self._waiting_1S, self._new_1S[:, :num_tokens]], dim=1)
+
+    def _crop(self, num_tokens: int) -> None:
+        for layer in self.cache.layers:
+            if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+                # Its attention half; its own crop would cut the convolution state as well.
+                DynamicLayer.crop(layer, -num_tokens)
+            elif isinstance(layer, DynamicLayer):
+                layer.crop(-num_tokens)
+
+
+def _is_recurrent(layer: object) -> TypeGuard[LinearAttentionLayer]:
+    return isinstance(layer, LinearAttentionLayer)
+
+
+def _remember(layer: LinearAttentionLayer) -> _Memory:
+    # Copies: the layer writes new states into the old ones' place.
+    convolution, recurrent = (
+        {index: state.clone() for index, state in states.items() if state is not None}
+        for states in (layer.conv_states, layer.recurrent_states)
+    )
+    return _Memory(convolution, recurrent)
+
+
+def _restore(layer: LinearAttentionLayer, memory: _Memory) -> None:
+    for states, kept in ((layer.conv_states, memory.convolution), (layer.recurrent_states, memory.recurrent)):
+        for index, state in kept.items():
+            held = states[index]
+            assert held is not None
+            held.copy_(state)
+
+
 def new_target_state(target: Target) -> TargetState:
     """An empty state of the kind that the target's layers need.
 
     Raises:
-        ConfigError: the target has layers whose memory cannot be cut (recurrent ones).
+        ConfigError: the target has layers whose memory can be neither cut nor put back.
     """
     layer_types = target.text_config.to_dict().get("layer_types") or []
-    unknown = sorted(set(layer_types) - set(REWINDABLE_LAYERS))
+    unknown = sorted(set(layer_types) - set(REWINDABLE_LAYERS) - set(RECURRENT_LAYERS))
     if unknown:
         raise ConfigError(
-            f"decoding needs a target made of attention layers ({', '.join(REWINDABLE_LAYERS)}), found {unknown[0]}; "
-            "recurrent layers cannot give up rejected tokens, and are not supported yet"
+            f"decoding needs a target made of attention layers ({', '.join(REWINDABLE_LAYERS)}) and recurrent layers "
+            f"({', '.join(RECURRENT_LAYERS)}), found {unknown[0]}; such layers cannot give up rejected tokens"
         )
-    return CroppedState(target)
+    return SnapshotState(target) if set(layer_types) & set(RECURRENT_LAYERS) else CroppedState(target)
 
 
 class ContextCache:

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from blockdraft.config import ConfigError, TargetConfig
 from blockdraft.models.drafter import TargetFacts, default_layer_ids
@@ -179,9 +180,12 @@ class Target:
         return TargetOutput(output.logits, torch.cat(columns, dim=-1))
 
     def new_cache(self) -> DynamicCache:
-        """An empty key/value cache that can be cropped, sliding-window layers included."""
+        """An empty cache whose attention layers can be cropped, sliding-window ones included."""
         cache = DynamicCache(config=self.text_config)
-        cache.activate_past_recording()
+        for layer in cache.layers:
+            # Not for recurrent layers: those would keep every convolution state and lose their one-token kernel.
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.activate_past_recording()
         return cache
 
     @torch.no_grad()

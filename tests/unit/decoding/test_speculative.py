@@ -95,8 +95,8 @@ def test_a_state_forgets_rejected_tokens_and_windows_stay_right():
 
 def test_targets_that_cannot_be_rewound_are_refused():
     target = tiny_target("llama")
-    target.text_config.layer_types = ["linear_attention"] + ["full_attention"] * 5
-    with pytest.raises(ConfigError, match="found linear_attention"):
+    target.text_config.layer_types = ["hybrid_sliding"] + ["full_attention"] * 5
+    with pytest.raises(ConfigError, match="found hybrid_sliding"):
         new_target_state(target)
 
 
