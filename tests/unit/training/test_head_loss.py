@@ -108,7 +108,8 @@ for dtype in (torch.float32, torch.bfloat16):
         torch.testing.assert_close(found[0], plain[0], rtol=2e-6, atol=0)
         assert torch.equal(found[1], plain[1]), finish
         far = distance(found[2], plain[2].double())
-        assert far < (5e-6 if dtype == torch.float32 else 1e-3), (finish, far)
+        # Triton's interpreter cuts to bfloat16 where the hardware rounds: one unit in the last place.
+        assert far < (5e-6 if dtype == torch.float32 else 5e-3), (finish, far)
 print("interpreted alike")
 """
 
