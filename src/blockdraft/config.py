@@ -75,15 +75,24 @@ class DataConfig:
 class LossConfig:
     """What is minimised (docs/algorithm.md, section 5)."""
 
-    objective: Literal["ce"] = "ce"
+    objective: Literal["ce", "dpace", "kl"] = "ce"
+    """ce: cross-entropy of the labels by position weights. dpace: weighted by how likely the block is accepted so far.
+    kl: the target's whole distribution in the labels' place; the target then runs to its end."""
+    labels: Literal["data", "argmax"] = "data"
+    """What counts as correct. argmax: what the target itself would say there; the target then runs to its end."""
     gamma: float | None = None
-    """Decay of the position weight; None means: by block size."""
+    """Decay of the position weight (ce, kl); None means: by block size."""
     after_gap: bool = False
     """Go on supervising behind the first unsupervised slot of a block."""
     draft_vocab: Literal["full", "data"] = "full"
     """Ids the head is restricted to in training: all, or those that occur in supervised positions of the data."""
     chunk_rows: int = 4096
     """Block tokens that pass through the head at a time."""
+
+    @property
+    def needs_final_states(self) -> bool:
+        """Whether the target's final hidden states travel with the context features."""
+        return self.objective == "kl" or self.labels == "argmax"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +102,9 @@ class OptimConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: torch.optim.Muon for the matrices, AdamW for the rest."""
     lr: float = 6e-4
-    muon_lr: float = 0.02
+    """Of the matrices; Muon wants about 0.02."""
+    norm_lr: float | None = None
+    """Of the norms' weights, by AdamW; None means lr. A calibrated final norm starts small and has far to go."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -153,7 +164,6 @@ class RunConfig:
     steps: int | None = None
     """Optimizer steps; None means: by epochs."""
     epochs: float = 6.0
-    log_every: int = 1
     save_every: int = 500
     keep_last: int = 2
     """Checkpoints kept."""

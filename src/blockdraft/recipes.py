@@ -56,9 +56,8 @@ def smollm2_demo() -> RunConfig:
         data=DataConfig(row_length=144, num_rows=8, num_anchors=16, sort_window=64, target_tokens=8 * 144),
         loss=LossConfig(gamma=4.0, draft_vocab="data"),
         optim=OptimConfig(
-            optimizer="muon",
-            lr=3e-3,
-            muon_lr=0.02,
+            lr=1.5e-3,
+            norm_lr=1e-2,
             clip=1.0,
             schedule="wsd",
             warmup=20 / steps,

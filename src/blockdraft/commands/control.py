@@ -33,6 +33,8 @@ from blockdraft.training.metrics import StepReport, StepSums, add_sums, report
 from blockdraft.training.step import DrafterStep
 
 POLL_SECONDS = 0.05
+LINE_SECONDS = 1.0
+"""Console lines are at least so far apart; metrics.jsonl has every step."""
 
 
 class Evaluated(NamedTuple):
@@ -227,14 +229,13 @@ class Control:
     def _log_step(self, item: StepDone, found: StepReport, grad_norm: float) -> None:
         config, steps_done = self.config, item.step + 1
         self.reports.append(found)
-        peak = config.optim.muon_lr if config.optim.optimizer == "muon" else config.optim.lr
         values: dict[str, Any] = {
             "step": steps_done,
             "loss": found.loss,
             "accept": found.acceptance_length,
             "accuracy": found.accuracy,
             "grad_norm": grad_norm,
-            "lr": peak * item.lr_scale,
+            "lr": config.optim.lr * item.lr_scale,
             "blocks": found.blocks,
         }
         for tracker in self.trackers:
@@ -246,7 +247,8 @@ class Control:
             "seconds": round(time.monotonic() - self.pipeline.started, 3),
         }
         self.metrics.write(line)
-        if steps_done % config.log_every == 0 or steps_done == self.built.total_steps:
+        is_due = time.monotonic() - self._line_time >= LINE_SECONDS or not self._line_step
+        if is_due or steps_done == self.built.total_steps:
             self.say(self._console_line(steps_done, found, values["lr"], tokens))
 
     def _console_line(self, steps_done: int, found: StepReport, lr: float, tokens: int) -> str:

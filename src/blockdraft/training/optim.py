@@ -48,15 +48,14 @@ class MasterOptimizer:
                 weight.register_post_accumulate_grad_hook(self._accumulate(self.masters[name]))
         matrices = [master for master in self.masters.values() if master.dim() == 2]
         others = [master for master in self.masters.values() if master.dim() != 2]
-        self.parts: dict[str, torch.optim.Optimizer] = {}
-        if config.optimizer == "muon":
-            self.parts["muon"] = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
-        else:
-            others = matrices + others
-        self.parts["adamw"] = torch.optim.AdamW(
-            others, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
-        self.peaks = {"muon": config.muon_lr, "adamw": config.lr}
+        decay = config.weight_decay
+        self.parts: dict[str, torch.optim.Optimizer] = {
+            "matrices": torch.optim.Muon(matrices, weight_decay=decay)
+            if config.optimizer == "muon"
+            else torch.optim.AdamW(matrices, betas=config.betas, weight_decay=decay, fused=True),
+            "norms": torch.optim.AdamW(others, betas=config.betas, weight_decay=decay, fused=True),
+        }
+        self.peaks = {"matrices": config.lr, "norms": config.lr if config.norm_lr is None else config.norm_lr}
         self.skipped = torch.zeros((), device=next(iter(self.weights.values())).device)
 
     @staticmethod
