@@ -41,7 +41,8 @@ def calibrate(drafter: Drafter, ends: Ends, head: Ends, seed: int) -> float:
         return loss / uniform - 1
 
     low, high = 0.0, 1.0
-    if excess(high) > TOLERANCE:
+    # Written so that a loss that is not a number counts as too large.
+    if not excess(high) <= TOLERANCE:
         for _ in range(30):
             middle = (low + high) / 2
             low, high = (middle, high) if excess(middle) <= TOLERANCE else (low, middle)
