@@ -173,7 +173,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped(files, tmp_path, m
     optimizer = ran.control.built.steps[0].optimizer
     assert int(optimizer.skipped) == 1
     assert all(torch.isfinite(value).all() for value in optimizer.state_tensors().values())
-    assert {int(value) for name, value in optimizer.state_tensors().items() if name.startswith("adamw.step.")} == {5}
+    assert {int(value) for name, value in optimizer.state_tensors().items() if ".step." in name} == {5}
 
 
 def test_a_document_longer_than_a_row_is_refused(tmp_path):
