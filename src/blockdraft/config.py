@@ -148,7 +148,8 @@ class EvalConfig:
     """Held-out acceptance during the run, by replay."""
 
     prompts: tuple[str, ...] = ()
-    """Files of held-out conversations, each a set of its own; the target answers their last user turns."""
+    """Held-out sets: files of conversations, of which the target answers the last user turns; or humaneval, gsm8k,
+    mtbench."""
     every: int = 100
     """Steps between evaluations; also before the first step and after the last."""
     num_prompts: int = 32

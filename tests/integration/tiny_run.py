@@ -106,7 +106,7 @@ def run_control(
         if say is not None:
             say(control, line)
 
-    control = Control(config, run_dir, hear, delay=delay)
+    control = Control(config, run_dir, hear, delay=delay, line_seconds=0.0)
     assert control.run() == 0
     assert worker_threads() == []
     return Ran(run_dir, lines, control)

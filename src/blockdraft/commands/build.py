@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from blockdraft.config import ConfigError, RunConfig
+from blockdraft.config import ConfigError, LossConfig, RunConfig
 from blockdraft.data.anchors import default_gamma, position_weights
-from blockdraft.data.conversations import Drops, read_conversations
+from blockdraft.data.conversations import Drops
+from blockdraft.data.evalsets import read_prompts, set_names
 from blockdraft.data.loader import Loader, LoaderConfig
 from blockdraft.data.store import Store, open_store
 from blockdraft.data.template import ChatTemplate, tokenizer_hash
@@ -96,6 +97,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
             f"prepare it again with --target {config.target.path}"
         )
     loader_config = _loader_config(config, len(drafter_devices))
+    names = set_names(config.eval.prompts)
     ids = config.drafter.target_layer_ids
     targets = [
         Target.load(config.target, device=device, layer_ids=ids, num_drafter_layers=config.drafter.num_layers)
@@ -109,7 +111,9 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
     loader = Loader(store, loader_config, draft_ids)
     _say_data(loader, draft_ids, say)
     report_agreement(target, loader, store, say)
-    tapes = {Path(file).stem: _tapes(config, target, tokenizer, file) for file in config.eval.prompts}
+    tapes = {
+        name: _tapes(config, target, tokenizer, file) for name, file in zip(names, config.eval.prompts, strict=True)
+    }
     total_steps = config.steps if config.steps is not None else loader.steps_for(config.epochs)
     drafter = _first_drafter(config, shape, target.ends, draft_ids)
     steps = [_step(config, drafter, target.ends, draft_ids, device, total_steps) for device in drafter_devices]
@@ -124,6 +128,10 @@ def _loader_config(config: RunConfig, num_drafters: int) -> LoaderConfig:
     gamma = config.loss.gamma if config.loss.gamma is not None else default_gamma(block_size)
     if gamma <= 0:
         raise ConfigError(f"loss.gamma must be above 0, got {gamma}")
+    if config.loss.labels == "argmax" and config.loss.draft_vocab != "full":
+        raise ConfigError(
+            "loss.labels argmax may be any id, loss.draft_vocab data has some only; use draft_vocab full or labels data"
+        )
     return LoaderConfig(
         row_length=data.row_length,
         num_rows=data.num_rows,
@@ -131,7 +139,7 @@ def _loader_config(config: RunConfig, num_drafters: int) -> LoaderConfig:
         sort_window=data.sort_window,
         target_tokens=data.target_tokens,
         block_size=block_size,
-        weight_L=tuple(float(weight) for weight in position_weights(block_size, gamma)),
+        weight_L=_slot_weights(config.loss, block_size, gamma),
         after_gap=config.loss.after_gap,
         seed=config.seed,
         num_drafters=num_drafters,
@@ -139,6 +147,13 @@ def _loader_config(config: RunConfig, num_drafters: int) -> LoaderConfig:
         reuse=config.runtime.reuse,
         keep_features=config.runtime.keep_features,
     )
+
+
+def _slot_weights(loss: LossConfig, block_size: int, gamma: float) -> tuple[float, ...]:
+    # dpace makes its weights in the step and divides by the supervised slots: the sum of ones.
+    if loss.objective == "dpace":
+        return (1.0,) * block_size
+    return tuple(float(weight) for weight in position_weights(block_size, gamma))
 
 
 def _shape(config: RunConfig, target: Target, store: Store, find_mask: Callable[[set[int]], int]) -> DrafterShape:
@@ -205,7 +220,7 @@ def choose_attention(name: str, device: torch.device) -> MakeAttend:
 def _tapes(config: RunConfig, target: Target, tokenizer: object, file: str) -> list[Tape]:
     drops = Drops()
     template = ChatTemplate(tokenizer)  # type: ignore[arg-type]
-    prompts = [template.prompt_ids(one) for one in read_conversations(file, drops)][: config.eval.num_prompts]
+    prompts = [template.prompt_ids(one) for one in read_prompts(file, drops)][: config.eval.num_prompts]
     drops.check()
     with tqdm(total=len(prompts), desc=f"answers to {Path(file).name}", unit="answer") as bar:
         return record_tapes(

@@ -34,7 +34,6 @@ from blockdraft.training.step import DrafterStep
 
 POLL_SECONDS = 0.05
 LINE_SECONDS = 1.0
-"""Console lines are at least so far apart; metrics.jsonl has every step."""
 
 
 class Evaluated(NamedTuple):
@@ -49,8 +48,16 @@ class Control:
     """One run."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, say: Callable[[str], None], *, delay: Delay = no_delay
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        say: Callable[[str], None],
+        *,
+        delay: Delay = no_delay,
+        line_seconds: float = LINE_SECONDS,
     ) -> None:
+        """`line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step."""
+        self.line_seconds = line_seconds
         self.config, self.run_dir, self.say, self.delay = config, run_dir, say, delay
         self._evaluations: queue.SimpleQueue[Evaluated] = queue.SimpleQueue()
         self._interrupts = 0
@@ -247,7 +254,7 @@ class Control:
             "seconds": round(time.monotonic() - self.pipeline.started, 3),
         }
         self.metrics.write(line)
-        is_due = time.monotonic() - self._line_time >= LINE_SECONDS or not self._line_step
+        is_due = time.monotonic() - self._line_time >= self.line_seconds
         if is_due or steps_done == self.built.total_steps:
             self.say(self._console_line(steps_done, found, values["lr"], tokens))
 

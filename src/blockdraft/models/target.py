@@ -70,6 +70,8 @@ class Target:
         self._stop_early = False
         for column, layer in enumerate(self.layer_ids):
             self.layers[layer].register_forward_hook(self._hook(column))
+        self._runs_to_end = False
+        self.final_norm.register_forward_hook(self._hand_over_final)
         values: dict[str, Any] = self.text_config.to_dict()
         self.hidden_size: int = self.text_config.hidden_size
         self.stop_ids = stop_ids(self.model)
@@ -131,6 +133,19 @@ class Target:
                     raise _Captured
 
         return hand_over
+
+    def _hand_over_final(self, _module: nn.Module, _inputs: object, hidden_BSD: Tensor) -> None:
+        if self._write is not None and self._runs_to_end:
+            self._write(len(self.layer_ids), hidden_BSD)
+
+    @torch.no_grad()
+    def capture_with_final(self, input_ids_BS: Tensor, write: Callable[[int, Tensor], None]) -> None:
+        """As `capture`, but runs to the end: column C receives the final-normed hidden states, which the head reads."""
+        self._write, self._runs_to_end = write, True
+        try:
+            self.text_model(input_ids=input_ids_BS, use_cache=False)
+        finally:
+            self._write, self._runs_to_end = None, False
 
     @torch.no_grad()
     def capture(self, input_ids_BS: Tensor, write: Callable[[int, Tensor], None]) -> None:

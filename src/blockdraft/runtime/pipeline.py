@@ -110,7 +110,8 @@ class Pipeline:
         self._stop_wanted = False
         self._tokens = [0] * len(steps)
         rows, length = loader.config.num_rows, loader.config.row_length
-        width = targets[0].hidden_size * len(targets[0].layer_ids)
+        self._with_final = steps[0].loss_config.needs_final_states
+        width = targets[0].hidden_size * (len(targets[0].layer_ids) + self._with_final)
         self.kept = KeptFeatures() if config.keep_features else None
         self.slots = [
             [Slot(rows, length, width, targets[0].dtype, step.drafter.device) for _ in range(config.channel_depth)]
@@ -188,7 +189,8 @@ class Pipeline:
     def _target_body(self, index: int) -> Callable[[Worker], None]:
         def body(worker: Worker) -> None:
             config = self.loader.config
-            filler = Filler(self.targets[index], config.num_rows, config.row_length, self.kept)
+            rows, length = config.num_rows, config.row_length
+            filler = Filler(self.targets[index], rows, length, self.kept, with_final=self._with_final)
             with self._compile_lock:
                 self._warm_target(worker, filler, index)
             self._begin(worker)

@@ -28,7 +28,7 @@ class Slot:
 
     @property
     def features_RTC(self) -> Tensor:
-        """What the drafter reads, [R, T, C * D]."""
+        """What the drafter reads, [R, T, C * D]; behind it the final hidden states, where the objective needs them."""
         return self.buffer[:-1].view(self.num_rows, self.row_length, -1)
 
     def await_filled(self) -> None:
@@ -67,9 +67,19 @@ class KeptFeatures:
 class Filler:
     """A target worker's way of writing slots."""
 
-    def __init__(self, target: Target, num_rows: int, row_length: int, kept: KeptFeatures | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        num_rows: int,
+        row_length: int,
+        kept: KeptFeatures | None = None,
+        *,
+        with_final: bool = False,
+    ) -> None:
+        """`with_final`: slots have D columns more, for the target's final hidden states."""
         self.kept = kept
-        self.target, self.device = target, target.device
+        self.capture = target.capture_with_final if with_final else target.capture
+        self.device = target.device
         self.num_rows, self.row_length = num_rows, row_length
         self.width = target.hidden_size
         self.staging: dict[torch.device, _Staging] = {}
@@ -111,7 +121,7 @@ class Filler:
                 columns = buffer[:, column * self.width : (column + 1) * self.width]
                 columns.index_copy_(0, index_N, hidden_BPD.flatten(0, 1).to(columns.dtype))
 
-            self.target.capture(ids_BP, put)
+            self.capture(ids_BP, put)
         buffer[-1].zero_()
 
 

@@ -138,7 +138,7 @@ def resume_into(directory: Path, drafter: Drafter, optimizer: MasterOptimizer) -
 
 
 RESUMABLE = (
-    "run_dir", "steps", "epochs", "log_every", "save_every", "keep_last", "resume", "trackers", "runtime", "eval",
+    "run_dir", "steps", "epochs", "save_every", "keep_last", "resume", "trackers", "runtime", "eval",
 )  # fmt: skip
 """Fields that may differ between a checkpoint and the run that resumes it."""
 

@@ -12,7 +12,7 @@ from blockdraft.config import LossConfig, OptimConfig
 from blockdraft.models.blocks import block_positions, block_tokens
 from blockdraft.models.drafter import Attend, Drafter, DrafterShape
 from blockdraft.models.ends import Ends
-from blockdraft.training.loss import slot_loss, weighted_loss
+from blockdraft.training.loss import dpace_weights, slot_kl, slot_loss, target_choice, weighted_loss
 from blockdraft.training.metrics import StepSums, add_sums, slot_sums, zero_sums
 from blockdraft.training.optim import MasterOptimizer, lr_scale
 
@@ -66,6 +66,17 @@ def drafter_hidden(
     return hidden_RQD.unflatten(1, (-1, shape.block_size))  # type: ignore[no-any-return]
 
 
+def states_before(state_RTD: Tensor, anchor_RA: Tensor, num_slots: int) -> Tensor:
+    """The states that predict each drafted slot, [R, A, S, D]: slot k's token is foretold at anchor + k - 1.
+
+    Behind the end of a row, and for invalid blocks, they are some other token's; such slots are never supervised.
+    """
+    index_RAS = anchor_RA.clamp(min=0)[..., None] + torch.arange(num_slots, device=anchor_RA.device)
+    index_RQ1 = index_RAS.clamp(max=state_RTD.shape[1] - 1).flatten(1)[..., None]
+    state_RQD = state_RTD.gather(1, index_RQ1.expand(-1, -1, state_RTD.shape[-1]))
+    return state_RQD.view(*index_RAS.shape, -1)
+
+
 class DrafterStep:
     """One drafter replica in training. Every call comes from the thread that owns the replica."""
 
@@ -94,13 +105,32 @@ class DrafterStep:
 
     def micro_batch(self, features_RTC: Tensor, blocks: Blocks, denominator: float) -> None:
         """Forward, loss and backward; gradients and counts add up until `finish`."""
-        hidden_RALD = drafter_hidden(self.drafter, self.ends, features_RTC, blocks, self.make_attend)
+        width = self.drafter.fc.in_features
+        context_RTC = features_RTC[..., :width]
+        hidden_RALD = drafter_hidden(self.drafter, self.ends, context_RTC, blocks, self.make_attend)
         drafted_ND = hidden_RALD[:, :, 1:].flatten(0, 2)
-        result = slot_loss(drafted_ND, blocks.label_RAS.flatten(), self.head, self.loss_config.chunk_rows)
-        size = blocks.label_RAS.shape
-        loss = weighted_loss(result.ce_N.view(size), blocks.weight_RAS, denominator)
+        if self.loss_config.needs_final_states:
+            final_RASD = states_before(features_RTC[..., width:], blocks.anchor_RA, self.num_slots)
+            found = self._against_target(drafted_ND, final_RASD.flatten(0, 2), blocks.label_RAS.flatten())
+        else:
+            found = slot_loss(drafted_ND, blocks.label_RAS.flatten(), self.head, self.loss_config.chunk_rows)
+        loss_RAS, correct_RAS = (value_N.view_as(blocks.label_RAS) for value_N in found)
+        weight_RAS = blocks.weight_RAS
+        if self.loss_config.objective == "dpace":
+            weight_RAS = dpace_weights(loss_RAS, weight_RAS > 0)
+        loss = weighted_loss(loss_RAS, weight_RAS, denominator)
         loss.backward()
-        self.sums = add_sums(self.sums, slot_sums(loss, result.correct_N.view(size), blocks.supervised_RAS))
+        self.sums = add_sums(self.sums, slot_sums(loss, correct_RAS, blocks.supervised_RAS))
+
+    def _against_target(self, drafted_ND: Tensor, final_ND: Tensor, label_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and correctness of every slot when the target's own distribution, or its argmax, is what counts."""
+        config, final_ND = self.loss_config, final_ND.to(self.head.head_weight.dtype)
+        if config.objective == "kl":
+            found = slot_kl(drafted_ND, final_ND, self.head, config.chunk_rows)
+            label_N = found.target_N if config.labels == "argmax" else label_N
+            return found.kl_N, found.drafted_N == label_N
+        choice_N = target_choice(final_ND, self.head, config.chunk_rows)
+        return slot_loss(drafted_ND, choice_N, self.head, config.chunk_rows)
 
     def finish(self, step: int) -> StepSums:
         """Sums gradients over replicas, clips, updates; returns this replica's counts and starts new ones."""
