@@ -16,7 +16,12 @@ ifeq ($(shell uname -sm),Linux x86_64)
 ALONE += triton==3.6.0 fla-core==0.6.0 einops==0.8.2
 endif
 
-.PHONY: setup demo check test test-gpu bench build clean
+# Other trainers, for `make parity`: in an environment of their own, which sees .venv, so that torch is there once.
+PARITY := build/parity/venv
+PARITY_PIP := $(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check
+TRAINERS := specforge==0.2.0 nemo-automodel==0.7.0 speculators==0.9.0 hs-connectors==0.9.0
+
+.PHONY: setup demo check test test-gpu bench parity build clean
 
 setup: $(VENV)/installed
 
@@ -48,6 +53,18 @@ test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 
 bench: setup
 	$(BIN)/python benchmarks/run.py
+
+# The same step as SpecForge's, NeMo AutoModel's and speculators'; needs no GPU.
+parity: $(PARITY)/installed
+	$(PARITY)/bin/python -W ignore benchmarks/parity.py
+
+$(PARITY)/installed: $(VENV)/installed Makefile
+	$(BIN)/python -m venv --clear $(PARITY)
+	@$(BIN)/python -c 'import site; print("import site;", *(f"site.addsitedir({path!r});" for path in site.getsitepackages()))' \
+	    > $$($(PARITY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	$(PARITY_PIP) -c constraints.txt loguru openai psutil pydantic pydantic-settings pillow
+	$(PARITY_PIP) --no-deps $(TRAINERS)
+	@touch $@
 
 build: setup
 	$(BIN)/python -m build --wheel --no-isolation
