@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from blockdraft.models.block_mask import block_mask
 from blockdraft.models.blocks import visibility
+from blockdraft.models.compiled import compile_alone
 from blockdraft.models.drafter import Attend, DrafterShape
 
 
@@ -48,7 +49,12 @@ def sdpa_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, a
 
 def compile_flex() -> Callable[..., Any]:
     """flex_attention compiled for fixed shapes. One per worker: call it first in the thread that will use it."""
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return compile_alone(flex_attention)
+
+
+def bare_flex_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor) -> Attend:
+    """Block-sparse attention for code that is compiled as a whole: on its own it would materialise the scores."""
+    return flex_attend(shape, document_RT, position_RT, anchor_RA, flex_attention)
 
 
 def flex_attend(
@@ -58,7 +64,7 @@ def flex_attend(
     anchor_RA: Tensor,
     compiled: Callable[..., Any],
 ) -> Attend:
-    """Block-sparse attention through a compiled flex_attention."""
+    """Block-sparse attention through `compiled`: a compiled flex_attention, or the bare one inside compiled code."""
     full = block_mask(shape, position_RT, anchor_RA, None)
     windowed = block_mask(shape, position_RT, anchor_RA, shape.window) if shape.window_layers else full
 

@@ -4,6 +4,7 @@ R rows, T context tokens, Q block tokens, D width, C captured layers, H query he
 Attribute names equal the published tensor names. The drafter has no embedding and no head: both are the target's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -192,6 +193,14 @@ def rotate(x_RHNE: Tensor, angles: Rotation) -> Tensor:
     return x_RHNE * angles.cos + torch.cat([-second, first], dim=-1) * angles.sin
 
 
+def drop_anchors(x_RQF: Tensor, block_size: int | None) -> Tensor:
+    """Leaves out slot 0 of every block, [R, A * (L - 1), F]; nothing when `block_size` is None."""
+    if block_size is None:
+        return x_RQF
+    drafted: Tensor = x_RQF.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
+    return drafted
+
+
 class DrafterAttention(nn.Module):
     """Queries from the block; keys and values from context features and block through the same projections."""
 
@@ -216,13 +225,19 @@ class DrafterAttention(nn.Module):
         return key_RGNE, self.heads(self.v_proj(x_RND)).transpose(1, 2)
 
     def forward(
-        self, context_RTD: Tensor, block_RQD: Tensor, context_angles: Rotation, block_angles: Rotation, attend: Attend
+        self,
+        context_RTD: Tensor,
+        block_RQD: Tensor,
+        context_angles: Rotation,
+        block_angles: Rotation,
+        attend: Attend,
+        drop: int | None,
     ) -> Tensor:
         query_RHQE = rotate(self.q_norm(self.heads(self.q_proj(block_RQD))).transpose(1, 2), block_angles)
         context_key, context_value = self.keys_values(context_RTD, context_angles)
         block_key, block_value = self.keys_values(block_RQD, block_angles)
         out_RHQE = attend(self.layer, query_RHQE, context_key, context_value, block_key, block_value)
-        return self.o_proj(out_RHQE.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(drop_anchors(out_RHQE.transpose(1, 2).flatten(2), drop))  # type: ignore[no-any-return]
 
 
 class DrafterMLP(nn.Module):
@@ -249,11 +264,33 @@ class DrafterLayer(nn.Module):
         self.mlp = DrafterMLP(shape)
 
     def forward(
-        self, context_RTD: Tensor, block_RQD: Tensor, context_angles: Rotation, block_angles: Rotation, attend: Attend
+        self,
+        context_RTD: Tensor,
+        block_RQD: Tensor,
+        context_angles: Rotation,
+        block_angles: Rotation,
+        attend: Attend,
+        drop: int | None = None,
     ) -> Tensor:
+        """With `drop` (the block size) slot 0 is left out behind the attention; others still attend to it."""
         normed_RQD = self.input_layernorm(block_RQD)
-        block_RQD = block_RQD + self.self_attn(context_RTD, normed_RQD, context_angles, block_angles, attend)
+        attended = self.self_attn(context_RTD, normed_RQD, context_angles, block_angles, attend, drop)
+        block_RQD = drop_anchors(block_RQD, drop) + attended
         return block_RQD + self.mlp(self.post_attention_layernorm(block_RQD))  # type: ignore[no-any-return]
+
+
+class RunLayer(Protocol):
+    """A DrafterLayer, or the same compiled."""
+
+    def __call__(
+        self,
+        context_RTD: Tensor,
+        block_RQD: Tensor,
+        context_angles: Rotation,
+        block_angles: Rotation,
+        attend: Attend,
+        drop: int | None = None,
+    ) -> Tensor: ...
 
 
 class Drafter(nn.Module):
@@ -296,11 +333,40 @@ class Drafter(nn.Module):
         block_RQD: Tensor,
         block_position_RQ: Tensor,
         attend: Attend,
+        *,
+        drafted_only: bool = False,
     ) -> Tensor:
-        """Runs the layers on block embeddings; returns the final-normed hidden states [R, Q, D]."""
+        """Runs the layers on block embeddings; returns the final-normed hidden states [R, Q, D].
+
+        With `drafted_only` those of slot 0, which nothing is read off, are left out as soon as the last layer has
+        attended to them: [R, A * (L - 1), D].
+        """
+        return self.run_layers(
+            list(self.layers),
+            context_RTD,
+            context_position_RT,
+            block_RQD,
+            block_position_RQ,
+            attend,
+            drafted_only=drafted_only,
+        )
+
+    def run_layers(
+        self,
+        layers: Sequence[RunLayer],
+        context_RTD: Tensor,
+        context_position_RT: Tensor,
+        block_RQD: Tensor,
+        block_position_RQ: Tensor,
+        attend: Attend,
+        *,
+        drafted_only: bool,
+    ) -> Tensor:
+        """`forward` with its layers given, as they are or compiled."""
         shape = self.shape
         context_angles = rotation(context_position_RT, shape.head_dim, shape.rope_theta, block_RQD.dtype)
         block_angles = rotation(block_position_RQ, shape.head_dim, shape.rope_theta, block_RQD.dtype)
-        for layer in self.layers:
-            block_RQD = layer(context_RTD, block_RQD, context_angles, block_angles, attend)
+        for number, layer in enumerate(layers):
+            drop = shape.block_size if drafted_only and number == len(layers) - 1 else None
+            block_RQD = layer(context_RTD, block_RQD, context_angles, block_angles, attend, drop)
         return self.norm(block_RQD)  # type: ignore[no-any-return]

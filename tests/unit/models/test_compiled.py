@@ -1,0 +1,102 @@
+"""R rows, T context tokens, A anchors, L block size, Q = A * L block tokens, D width."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.models import compiled
+from blockdraft.models.attention import bare_flex_attend, sdpa_attend
+from blockdraft.models.blocks import block_positions
+from blockdraft.models.compiled import compile_alone, compile_drafter
+from blockdraft.models.drafter import Drafter
+from integration.tiny import tiny_drafter, tiny_target
+from unit.models.test_blocks import row
+
+
+@pytest.fixture(autouse=True)
+def eager_backend(monkeypatch):
+    """Graphs are captured as on a GPU and then run as they are: no kernel is made on the CPU."""
+    torch.compiler.reset()
+    original = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **how: original(function, backend="eager", **how))
+    yield
+    torch.compiler.reset()
+
+
+def build(**options) -> Drafter:
+    drafter = tiny_drafter(tiny_target("llama"), 4)
+    wide = Drafter(dataclasses.replace(drafter.shape, **options))
+    wide.initialise(torch.Generator().manual_seed(0))
+    return wide
+
+
+def inputs(drafter: Drafter, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    document_RT, position_RT = row(*(20, 12) if seed else (9, 23))
+    anchor_RA = torch.tensor([[3, 4, 7, 25]]) if seed else torch.tensor([[2, 8, 30, -1]])
+    shape = drafter.shape
+    features_RTC = torch.randn(1, 32, drafter.fc.in_features, generator=generator)
+    block_RQD = torch.randn(1, 4 * shape.block_size, shape.hidden_size, generator=generator)
+    return document_RT, position_RT, anchor_RA, features_RTC, block_RQD
+
+
+def forward(run, drafter: Drafter, make_attend, seed: int) -> Tensor:
+    document_RT, position_RT, anchor_RA, features_RTC, block_RQD = inputs(drafter, seed)
+    block_position_RQ = block_positions(position_RT, anchor_RA, drafter.shape.block_size)
+    attend = make_attend(drafter.shape, document_RT, position_RT, anchor_RA)
+    return run(features_RTC, position_RT, block_RQD, block_position_RQ, attend)
+
+
+OPTIONS = [{}, {"causal": True}, {"window": 5, "window_layers": (0,)}]
+
+
+@pytest.mark.parametrize("how", ["stack", "layer"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_compiled_drafter_computes_what_the_plain_one_does(how, options):
+    drafter = build(**options)
+    run, plain = compile_drafter(drafter, how), compile_drafter(drafter, "nothing")
+    for seed in (0, 1):
+        gradients = []
+        for one in (plain, run):
+            drafter.zero_grad()
+            forward(one, drafter, sdpa_attend, seed).square().mean().backward()
+            gradients.append([weight.grad.clone() for weight in drafter.parameters() if weight.grad is not None])
+        for found, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+
+
+@torch.no_grad()  # flex_attention has no backward on a CPU
+@pytest.mark.parametrize("how", ["stack", "layer"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_flex_attention_is_part_of_one_graph_for_any_anchors(how, options):
+    drafter = build(**options)
+    run, plain = compile_drafter(drafter, how), compile_drafter(drafter, "nothing")
+    forward(run, drafter, bare_flex_attend, 0)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in (0, 1):
+            wanted_RND = forward(plain, drafter, sdpa_attend, seed)
+            found_RND = forward(run, drafter, bare_flex_attend, seed)
+            torch.testing.assert_close(found_RND, wanted_RND, atol=1e-5, rtol=1e-4)
+
+
+def test_leaving_anchors_out_changes_no_other_slot():
+    drafter = build()
+    document_RT, position_RT, anchor_RA, features_RTC, block_RQD = inputs(drafter, 1)
+    attend = sdpa_attend(drafter.shape, document_RT, position_RT, anchor_RA)
+    block_position_RQ = block_positions(position_RT, anchor_RA, drafter.shape.block_size)
+    whole_RQD = drafter(drafter.project(features_RTC), position_RT, block_RQD, block_position_RQ, attend)
+    drafted_RND = compile_drafter(drafter, "nothing")(features_RTC, position_RT, block_RQD, block_position_RQ, attend)
+    wanted_RND = whole_RQD.unflatten(1, (-1, drafter.shape.block_size))[:, :, 1:].flatten(1, 2)
+    torch.testing.assert_close(drafted_RND, wanted_RND, atol=1e-6, rtol=1e-5)
+
+
+def test_replicas_share_no_compiled_versions():
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    one, two = compile_alone(double), compile_alone(double)
+    one(torch.ones(3))
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        two(torch.ones(3))
