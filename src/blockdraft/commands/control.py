@@ -102,8 +102,9 @@ class Control:
         self._saved_step = first_step if config.resume else -1
         self._line_step = first_step
         self._tokens_before = self._line_tokens = self.built.loader.tokens_before(first_step)
-        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
+        # Trackers first: one that is not installed must leave no sign of a run behind.
         self.trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
+        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
         self.pipeline = Pipeline(
             config.runtime,
             self.built.loader,
