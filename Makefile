@@ -45,7 +45,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(BIN)/python -m pytest tests/unit tests/integration
+	$(BIN)/python -m pytest tests/unit tests/integration tests/golden
 
 # On a machine with its own CUDA build of torch: make test-gpu GPU_PYTHON=python3
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
