@@ -173,6 +173,11 @@ def test_generate_streams_the_targets_own_answer(files, capsys):
     assert f"tokens {len(reply.generation.token_ids)} |" in closing
 
 
+def test_generate_refuses_both_thinking_modes(capsys):
+    assert cli.main(["generate", "d", "Say ab.", "--target", "t", "--thinking", "--no-thinking"]) == cli.EXIT_ERROR
+    assert "expected at most one of them" in capsys.readouterr().err
+
+
 def test_export_writes_what_it_read(files, tmp_path, capsys):
     assert cli.main(["export", str(files / "export"), "--output", str(tmp_path / "again")]) == 0
     assert "25 tensors in bfloat16, read back and equal" in capsys.readouterr().out

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import tyro
 
+from blockdraft.config import ConfigError
+
 if TYPE_CHECKING:
     from blockdraft.api import Reply
 
@@ -33,8 +35,10 @@ class Options:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    thinking: Literal["default", "on", "off"] = "default"
-    """Thinking mode of the chat template; default: whatever the template does unasked."""
+    thinking: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Ask the chat template for the thinking mode; without either flag the template decides."""
+    no_thinking: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Ask the chat template for the non-thinking mode."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: str = "auto"
     """auto: the first GPU, or the CPU where there is none."""
@@ -101,8 +105,10 @@ def run(options: Options) -> int:
     """Streams the answer; returns the exit code.
 
     Raises:
-        ConfigError: drafter and target do not fit, or cannot be loaded.
+        ConfigError: drafter and target do not fit or cannot be loaded, or flags contradict each other.
     """
+    if options.thinking and options.no_thinking:
+        raise ConfigError("--thinking and --no-thinking: expected at most one of them, found both")
     from blockdraft import api
 
     drafter = api.load_drafter(options.drafter, device=options.device, dtype=options.dtype)
@@ -129,7 +135,7 @@ def run(options: Options) -> int:
         top_p=options.top_p,
         top_k=options.top_k,
         seed=options.seed,
-        thinking=None if options.thinking == "default" else options.thinking == "on",
+        thinking=True if options.thinking else False if options.no_thinking else None,
         on_round=Printer(stream, write, use_color=use_color),
     )
     write(stream.flush() + "\n" + closing_line(reply, use_color=use_color) + "\n")
