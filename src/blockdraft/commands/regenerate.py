@@ -6,25 +6,31 @@ one answer of the target; earlier assistant turns stay as they are and are part 
 
 Looping answers (decoding/engine.py says which those are) and truncated ones are counted, and left out on request.
 
-While the command runs, answers are appended to OUTPUT.partial, a chunk of like-long prompts at a time. A second run
-with the same settings goes on from there; at the end OUTPUT is written in input order and the partial file removed.
+With --server the answers come from any OpenAI-compatible server, such as vLLM's or SGLang's. Prompts that it fails to
+answer are left out and counted by reason; more than --max-drop of them is an error, and the same command goes on later.
+
+While the command runs, answers are appended to OUTPUT.partial, a chunk of like-long prompts at a time (a server's as
+each comes). A second run with the same settings goes on from there; at the end OUTPUT is written in input order and the
+partial file removed.
 """
 
 import hashlib
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from blockdraft.commands.journal import Journal
 from blockdraft.config import ConfigError, TargetConfig
 
 if TYPE_CHECKING:
     from blockdraft.data.conversations import ChatTemplate, Conversation, Drops
-    from blockdraft.decoding.engine import AnswerEngine, EngineAnswer
+    from blockdraft.decoding.engine import AnswerEngine, EngineAnswer, EngineFailure, Sampling
+    from blockdraft.decoding.server_engine import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,7 @@ class Options:
     conversations: tyro.conf.Positional[tuple[str, ...]]
     """.jsonl or .parquet files, directories or names of datasets (NAME or NAME:SPLIT)."""
     target: str
-    """Directory, .gguf file or hub name of the target."""
+    """Directory, .gguf file or hub name of the target; with --server only its tokenizer is loaded."""
     output: Path
     """JSONL file to write."""
     max_new_tokens: int = 2048
@@ -55,51 +61,61 @@ class Options:
     """Ask the chat template for the thinking mode; without either flag the template decides."""
     no_thinking: tyro.conf.FlagCreatePairsOff[bool] = False
     """Ask the chat template for the non-thinking mode."""
+    reasoning: bool = True
+    """Keep the reasoning of the answers."""
     drop_truncated: bool = False
     """Leave answers out that the token limit cut. Answers cut inside their reasoning are always left out."""
     drop_looping: bool = False
     """Leave looping answers out."""
     max_drop: float = 0.05
-    """Largest share of the rows that may be unusable as prompts before the command fails."""
+    """Largest share of rows unusable as prompts, and of prompts a server fails to answer, before the command fails."""
     trust_remote_code: bool = False
     """Run model and tokenizer code that comes with the target."""
+    server: str = ""
+    """URL of an OpenAI-compatible server that answers instead, such as http://localhost:8000/v1."""
+    server_model: str = ""
+    """Model to ask it for; default: the only one that it serves."""
+    api_key_file: Path | None = None
+    """File with the server's key."""
+    concurrency: int = 32
+    """Requests to the server at once."""
+    request_timeout_s: float = 600.0
+    """For a whole request, in seconds."""
+    retries: int = 5
+    """Times that a failed request is sent again."""
 
 
 def run(options: Options) -> int:
     """Writes the output and prints counts; returns the exit code.
 
     Raises:
-        ConfigError: nothing to read, too many unusable rows, or an output of other settings.
+        ConfigError: nothing to read, too many unusable rows or failures, or an output of other settings.
     """
     from blockdraft.data.conversations import ChatTemplate, Drops
-    from blockdraft.decoding.engine import Sampling, TransformersEngine
-    from blockdraft.models.target import Target, load_tokenizer
+    from blockdraft.models.target import load_tokenizer
 
     _check(options)
-    device, dtype = _where(options)
+    server = _server(options) if options.server else None
     template = ChatTemplate(load_tokenizer(options.target, options.trust_remote_code))
     drops = Drops(options.max_drop)
     prompts = _read_prompts(options, template, drops)
-    journal = Journal(options.output, _settings(options, dtype, prompts))
+    device, dtype = ("", None) if server else _where(options)
+    journal = Journal(options.output, _settings(options, dtype, server.model if server else None, prompts))
     if journal.is_complete():
         sys.stdout.write(f"{options.output}: complete already, with these settings; nothing to do\n")
         return 0
     with journal:
         if journal.message:
             sys.stdout.write(journal.message + "\n")
+        failed: dict[int, str] = {}
         if len(journal.done) < len(prompts):
-            config = TargetConfig(path=options.target, dtype=dtype, trust_remote_code=options.trust_remote_code)
-            target = Target.load(config, device=device)
-            sampling = Sampling(
-                max_new_tokens=options.max_new_tokens,
-                batch_size=options.batch_size,
-                temperature=options.temperature,
-                seed=options.seed,
-                thinking=_thinking(options),
-            )
-            engine = TransformersEngine(target, template, target.stop_ids, sampling)
-            _answer_all(engine, prompts, journal, options.batch_size)
-        counts = journal.finish(prompts, options)
+            if server:
+                engine = _server_engine(options, server, template)
+                failed = _answer_all(engine, prompts, journal, None, options.max_drop)
+            else:
+                engine = _own_engine(options, device, dtype, template)
+                _answer_all(engine, prompts, journal, options.batch_size, 0.0)
+        counts = _finish(journal, prompts, failed, options)
     lines = [f"{options.output}: {counts['written']:,} answers to {len(prompts):,} prompts", *_lines(counts)]
     if drops.num_dropped:
         lines += [f"rows not used: {drops.num_dropped:,} of {drops.num_rows:,}", *drops.lines()]
@@ -107,124 +123,141 @@ def run(options: Options) -> int:
     return 0
 
 
+def _own_engine(
+    options: Options, device: str, dtype: Literal["bfloat16", "float32"] | None, template: "ChatTemplate"
+) -> "AnswerEngine":
+    from blockdraft.decoding.engine import TransformersEngine
+    from blockdraft.models.target import Target
+
+    assert dtype is not None
+    config = TargetConfig(path=options.target, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    target = Target.load(config, device=device)
+    return TransformersEngine(target, template, target.stop_ids, _sampling(options))
+
+
+def _server(options: Options) -> "Server":
+    """The server, with its model named.
+
+    Raises:
+        ConfigError: no such server, or the model is not clear.
+    """
+    from dataclasses import replace
+
+    from blockdraft.decoding.server_engine import Server, find_model
+
+    key = ""
+    if options.api_key_file is not None:
+        if not options.api_key_file.is_file():
+            raise ConfigError(f"--api-key-file {options.api_key_file}: expected a file with the key, found none")
+        key = options.api_key_file.read_text(encoding="utf-8").strip()
+    server = Server(
+        url=options.server,
+        model=options.server_model,
+        api_key=key,
+        concurrency=options.concurrency,
+        timeout_s=options.request_timeout_s,
+        retries=options.retries,
+    )
+    return replace(server, model=find_model(server))
+
+
+def _server_engine(options: Options, server: "Server", template: "ChatTemplate") -> "AnswerEngine":
+    from blockdraft.decoding.server_engine import ServerEngine
+
+    return ServerEngine(server, template, _sampling(options))
+
+
+def _sampling(options: Options) -> "Sampling":
+    from blockdraft.decoding.engine import Sampling
+
+    return Sampling(
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        temperature=options.temperature,
+        seed=options.seed,
+        thinking=_thinking(options),
+    )
+
+
 def _answer_all(
-    engine: "AnswerEngine", prompts: "Sequence[tuple[Conversation, int]]", journal: "Journal", batch_size: int
-) -> None:
-    """Chunks of like-long prompts, longest first; a chunk that was not recorded whole is answered again."""
+    engine: "AnswerEngine",
+    prompts: "Sequence[tuple[Conversation, int]]",
+    journal: Journal,
+    chunk: int | None,
+    max_failed: float,
+) -> dict[int, str]:
+    """Chunks of like-long prompts, longest first; returns the prompts that could not be answered, with the reason.
+
+    A chunk that was not recorded whole is answered again whole, so that its answers are the same. Without chunks, as
+    for a server, only what is not recorded is asked for, all at once.
+
+    Raises:
+        ConfigError: too many prompts could not be answered.
+    """
     from tqdm import tqdm
 
+    from blockdraft.decoding.engine import EngineFailure
+
+    failed: dict[int, str] = {}
+    details: list[str] = []
     order = sorted(range(len(prompts)), key=lambda row: prompts[row][1], reverse=True)
+    if chunk is None:
+        order, chunk = [row for row in order if row not in journal.done], len(prompts)
     with tqdm(desc="regenerate", unit=" answers", total=len(prompts), initial=len(journal.done)) as bar:
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+        for start in range(0, len(order), chunk):
+            rows = order[start : start + chunk]
             if all(row in journal.done for row in rows):
                 continue
-            for answer in engine.answers([prompts[row][0] for row in rows]):
-                row = rows[answer.row]
-                if row not in journal.done:
-                    journal.add(answer._replace(row=row))
-                    bar.update(1)
+            with _closing(engine.answers([prompts[row][0] for row in rows])) as answers:
+                for answer in answers:
+                    row = rows[answer.row]
+                    if isinstance(answer, EngineFailure):
+                        failed[row] = answer.reason
+                        details.append(f"{prompts[row][0].source}: {answer.reason}: {answer.detail}")
+                        _check_failed(len(failed), len(prompts), max_failed, details, len(journal.done))
+                    elif row not in journal.done:
+                        journal.add(answer._replace(row=row))
+                        bar.update(1)
+    return failed
 
 
-class Journal:
-    """The answers so far, in OUTPUT.partial: a line with the settings, then a line an answer; used as a context."""
+@contextmanager
+def _closing(answers: "Iterator[EngineAnswer | EngineFailure]") -> "Iterator[Iterator[EngineAnswer | EngineFailure]]":
+    """Closes an engine's answers when the loop over them ends early: a server's requests under way are cut then."""
+    try:
+        yield answers
+    finally:
+        if isinstance(answers, Generator):
+            answers.close()
 
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
-        self.output = output
-        self.done: dict[int, EngineAnswer] = {}
-        self.message = ""
-        self._settings = settings
-        self._partial = output.with_name(output.name + ".partial")
-        self._summary = output.with_name(output.name + ".summary.json")
-        self._file: TextIO | None = None
 
-    def is_complete(self) -> bool:
-        """True if the output is there and was made with these settings.
+def _check_failed(num_failed: int, num_prompts: int, most: float, details: list[str], num_done: int) -> None:
+    if num_failed > most * num_prompts:
+        raise ConfigError(
+            f"{num_failed:,} of {num_prompts:,} prompts could not be answered, more than --max-drop {most:g}; the same "
+            f"command goes on after {num_done:,} answers. The first:\n  " + "\n  ".join(details[:3])
+        )
 
-        Raises:
-            ConfigError: the output is there but was made otherwise.
-        """
-        if not self.output.exists():
-            return False
-        try:
-            found = json.loads(self._summary.read_text(encoding="utf-8"))["settings"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.output}: expected no file, or one written by this command, found one without a readable "
-                f"{self._summary.name}; choose another --output or remove it"
-            ) from error
-        _check_equal(self.output, found, self._settings)
-        return True
 
-    def __enter__(self) -> "Journal":
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = self._partial.read_bytes().splitlines(keepends=True) if self._partial.exists() else []
-        if lines and not lines[-1].endswith(b"\n"):
-            self.message = f"{self._partial}: the last line, {len(lines[-1])} bytes, was half-written; cut"
-            with self._partial.open("r+b") as file:
-                file.truncate(sum(map(len, lines[:-1])))
-            lines.pop()
-        if lines:
-            self._resume(lines)
-        self._file = self._partial.open("a", encoding="utf-8")
-        if not lines:
-            self._write({"settings": self._settings})
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def add(self, answer: "EngineAnswer") -> None:
-        """Records one answer, on disk when this returns."""
-        self._write(answer._asdict())
-        self.done[answer.row] = answer
-
-    def finish(self, prompts: "Sequence[tuple[Conversation, int]]", options: Options) -> dict[str, int]:
-        """Writes the output in input order, and the summary; returns counts."""
-        from blockdraft.data.conversations import write_conversations
-
-        answers = [self.done[row] for row in range(len(prompts))]
-        kept = [answer for answer in answers if not _is_left_out(answer, options)]
-        counts = {
-            "written": len(kept),
-            "cut inside their reasoning, left out": sum(a.is_cut_in_reasoning for a in answers),
-            "empty, left out": sum(_is_empty(a) for a in answers),
-            "cut by the token limit": sum(a.finish == "length" for a in answers),
-            "looping": sum(a.is_looping for a in answers),
-            "tokens": sum(a.num_tokens for a in answers),
-        }
-        side = self.output.with_name(self.output.name + ".writing")
-        write_conversations(side, (_answered(prompts[answer.row][0], answer) for answer in kept))
-        summary = {"settings": self._settings, "counts": counts}
-        self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        side.rename(self.output)
-        self._partial.unlink()
-        return counts
-
-    def _resume(self, lines: list[bytes]) -> None:
-        from blockdraft.decoding.engine import EngineAnswer
-
-        try:
-            found = json.loads(lines[0])["settings"]
-            _check_equal(self._partial, found, self._settings)
-            for line in lines[1:]:
-                answer = EngineAnswer(**json.loads(line))
-                self.done[answer.row] = answer
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"{self._partial}, line {len(self.done) + 2}: expected an answer of an earlier run, found: {error}; "
-                "remove the file to start again"
-            ) from error
-        resumed = f"{self._partial}: going on after {len(self.done):,} answers"
-        self.message = f"{self.message}\n{resumed}" if self.message else resumed
-
-    def _write(self, value: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
-        self._file.flush()
+def _finish(
+    journal: Journal, prompts: "Sequence[tuple[Conversation, int]]", failed: dict[int, str], options: Options
+) -> dict[str, int]:
+    """Writes the output in input order, and the summary; returns counts."""
+    answers = [journal.done[row] for row in range(len(prompts)) if row not in failed]
+    kept = [answer for answer in answers if not _is_left_out(answer, options)]
+    counts = {
+        "written": len(kept),
+        "cut inside their reasoning, left out": sum(a.is_cut_in_reasoning for a in answers),
+        "empty, left out": sum(_is_empty(a) for a in answers),
+        "cut by the token limit": sum(a.finish == "length" for a in answers),
+        "looping": sum(a.is_looping for a in answers),
+        "tokens": sum(a.num_tokens for a in answers),
+    }
+    for reason in failed.values():
+        name = f"not answered, {reason}"
+        counts[name] = counts.get(name, 0) + 1
+    journal.complete((_answered(prompts[a.row][0], a, options.reasoning) for a in kept), counts)
+    return counts
 
 
 def _read_prompts(options: Options, template: "ChatTemplate", drops: "Drops") -> "list[tuple[Conversation, int]]":
@@ -270,7 +303,9 @@ def _where(options: Options) -> tuple[str, Literal["bfloat16", "float32"]]:
     return device, choose_dtype(options.dtype, device)
 
 
-def _settings(options: Options, dtype: str, prompts: "Sequence[tuple[Conversation, int]]") -> dict[str, Any]:
+def _settings(
+    options: Options, dtype: str | None, server_model: str | None, prompts: "Sequence[tuple[Conversation, int]]"
+) -> dict[str, Any]:
     from blockdraft.data.conversations import conversation_hash
 
     hashes = "".join(conversation_hash(prompt) for prompt, _ in prompts)
@@ -283,21 +318,14 @@ def _settings(options: Options, dtype: str, prompts: "Sequence[tuple[Conversatio
         "temperature": options.temperature,
         # Both decide nothing in greedy decoding.
         "seed": options.seed if is_sampled else None,
-        "batch_size": options.batch_size if is_sampled else None,
+        "batch_size": options.batch_size if is_sampled and server_model is None else None,
         "dtype": dtype,
         "thinking": _thinking(options),
         "drop_truncated": options.drop_truncated,
         "drop_looping": options.drop_looping,
+        "reasoning": options.reasoning,
+        "server_model": server_model,
     }
-
-
-def _check_equal(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, value in expected.items():
-        if found[name] != value:
-            raise ConfigError(
-                f"{path}: holds answers made with other settings: expected {name} {value!r}, found {found[name]!r}; "
-                "repeat those settings, choose another --output, or remove the file"
-            )
 
 
 def _is_empty(answer: "EngineAnswer") -> bool:
@@ -313,9 +341,9 @@ def _is_left_out(answer: "EngineAnswer", options: Options) -> bool:
     )
 
 
-def _answered(prompt: "Conversation", answer: "EngineAnswer") -> "Conversation":
+def _answered(prompt: "Conversation", answer: "EngineAnswer", reasoning: bool) -> "Conversation":
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
-    if answer.reasoning:
+    if answer.reasoning and reasoning:
         message["reasoning_content"] = answer.reasoning
     message["finish"] = answer.finish
     return prompt._replace(messages=[*prompt.messages, message])
@@ -339,3 +367,10 @@ def _check(options: Options) -> None:
             f"--batch-size and --max-new-tokens: expected at least 1, found {options.batch_size} and "
             f"{options.max_new_tokens}"
         )
+    if options.concurrency < 1 or options.retries < 0 or options.request_timeout_s <= 0:
+        raise ConfigError(
+            "--concurrency, --retries and --request-timeout-s: expected at least 1, at least 0 and more than 0, found "
+            f"{options.concurrency}, {options.retries} and {options.request_timeout_s}"
+        )
+    if not options.server and (options.server_model or options.api_key_file is not None):
+        raise ConfigError("--server-model and --api-key-file go with --server; name the server too")

@@ -42,10 +42,18 @@ class EngineAnswer(NamedTuple):
     num_tokens: int
 
 
+class EngineFailure(NamedTuple):
+    """A conversation that an engine could not answer."""
+
+    row: int
+    reason: str
+    detail: str
+
+
 class AnswerEngine(Protocol):
     """Who answers: transformers in this process, or a server."""
 
-    def answers(self, conversations: Sequence[Conversation]) -> Iterator[EngineAnswer]:
+    def answers(self, conversations: Sequence[Conversation]) -> Iterator[EngineAnswer | EngineFailure]:
         """Answers to conversations that end with a user turn, in any order, each as soon as it is there."""
         ...
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from blockdraft.commands.regenerate import Journal, Options, run
+from blockdraft.commands.journal import Journal
+from blockdraft.commands.regenerate import Options, run
 from blockdraft.config import ConfigError
 from blockdraft.data.conversations import ChatTemplate, Conversation, write_conversations
 from blockdraft.decoding import engine

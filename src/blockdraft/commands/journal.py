@@ -1,0 +1,112 @@
+"""The answers of `regenerate` so far: OUTPUT.partial while it runs, OUTPUT and its summary at the end."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from blockdraft.config import ConfigError
+
+if TYPE_CHECKING:
+    from blockdraft.data.conversations import Conversation
+    from blockdraft.decoding.engine import EngineAnswer
+
+
+class Journal:
+    """The answers so far, in OUTPUT.partial: a line with the settings, then a line an answer; used as a context."""
+
+    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+        self.output = output
+        self.done: dict[int, EngineAnswer] = {}
+        self.message = ""
+        self._settings = settings
+        self._partial = output.with_name(output.name + ".partial")
+        self._summary = output.with_name(output.name + ".summary.json")
+        self._file: TextIO | None = None
+
+    def is_complete(self) -> bool:
+        """True if the output is there and was made with these settings.
+
+        Raises:
+            ConfigError: the output is there but was made otherwise.
+        """
+        if not self.output.exists():
+            return False
+        try:
+            found = json.loads(self._summary.read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.output}: expected no file, or one written by this command, found one without a readable "
+                f"{self._summary.name}; choose another --output or remove it"
+            ) from error
+        _check_equal(self.output, found, self._settings)
+        return True
+
+    def __enter__(self) -> "Journal":
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        lines = self._partial.read_bytes().splitlines(keepends=True) if self._partial.exists() else []
+        if lines and not lines[-1].endswith(b"\n"):
+            self.message = f"{self._partial}: the last line, {len(lines[-1])} bytes, was half-written; cut"
+            with self._partial.open("r+b") as file:
+                file.truncate(sum(map(len, lines[:-1])))
+            lines.pop()
+        if lines:
+            self._resume(lines)
+        self._file = self._partial.open("a", encoding="utf-8")
+        if not lines:
+            self._write({"settings": self._settings})
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, answer: "EngineAnswer") -> None:
+        """Records one answer, on disk when this returns."""
+        self._write(answer._asdict())
+        self.done[answer.row] = answer
+
+    def complete(self, conversations: "Iterable[Conversation]", counts: dict[str, int]) -> None:
+        """Writes the output and its summary, and removes the partial file."""
+        from blockdraft.data.conversations import write_conversations
+
+        side = self.output.with_name(self.output.name + ".writing")
+        write_conversations(side, conversations)
+        summary = {"settings": self._settings, "counts": counts}
+        self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        side.rename(self.output)
+        self._partial.unlink()
+
+    def _resume(self, lines: list[bytes]) -> None:
+        from blockdraft.decoding.engine import EngineAnswer
+
+        try:
+            found = json.loads(lines[0])["settings"]
+            _check_equal(self._partial, found, self._settings)
+            for line in lines[1:]:
+                answer = EngineAnswer(**json.loads(line))
+                self.done[answer.row] = answer
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{self._partial}, line {len(self.done) + 2}: expected an answer of an earlier run, found: {error}; "
+                "remove the file to start again"
+            ) from error
+        resumed = f"{self._partial}: going on after {len(self.done):,} answers"
+        self.message = f"{self.message}\n{resumed}" if self.message else resumed
+
+    def _write(self, value: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def _check_equal(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        other = found.get(name)
+        if other != value:
+            raise ConfigError(
+                f"{path}: holds answers made with other settings: expected {name} {value!r}, found {other!r}; "
+                "repeat those settings, choose another --output, or remove the file"
+            )
