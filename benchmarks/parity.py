@@ -97,6 +97,9 @@ def against_specforge(target: Target) -> Iterator[Check]:
         for chunk in (128, 2, 0):
             theirs = specforge_step(drafter, target, data, chunk)
             yield from compare_steps("SpecForge", f"{case}, chunks of {chunk or 'all'}", ours, theirs)
+        theirs = specforge_step(drafter, target, data, 128, "dpace")
+        weighted = our_step(make_drafter(**changes), target, data, objective="dpace")
+        yield from compare_steps("SpecForge", f"{case}, dpace", weighted, theirs)
         window = drafter.shape.window
         table = specforge_table(data, window)
         yield compare_tables("SpecForge", case, seen_by_us(drafter.shape, data, window), table)

@@ -6,7 +6,7 @@ R rows, T context tokens, A anchors, L block positions, Q = A * L block tokens, 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -141,19 +141,28 @@ def our_blocks(data: Data, after_gap: bool = True) -> Blocks:
     )
 
 
-def our_step(drafter: Drafter, target: Target, data: Data, after_gap: bool = True) -> Step:
-    """The trainer's own step on one micro-batch, without the update."""
+def our_step(
+    drafter: Drafter,
+    target: Target,
+    data: Data,
+    *,
+    after_gap: bool = True,
+    objective: Literal["ce", "dpace"] = "ce",
+) -> Step:
+    """Our trainer's step on one micro-batch, without the update; `drafter` has no gradients yet."""
     step = DrafterStep(
         drafter,
         target.ends,
         target.ends,
-        loss=LossConfig(gamma=GAMMA, after_gap=after_gap),
+        loss=LossConfig(gamma=GAMMA, after_gap=after_gap, objective=objective),
         optim=OptimConfig(),
         total_steps=1,
         make_attend=sdpa_attend,
     )
     blocks = our_blocks(data, after_gap)
-    step.micro_batch(data.features_RTC, blocks, float(blocks.weight_RAS.sum()))
+    # SpecForge divides dpace by the rows; a step of ours by its supervised slots.
+    denominator = float(blocks.weight_RAS.sum()) if objective == "ce" else float(len(data.anchor_RA))
+    step.micro_batch(data.features_RTC, blocks, denominator)
     named = zip(step.optimizer.masters, step.optimizer.gradients(), strict=True)
     return Step(float(step.sums.loss), {name: gradient.clone() for name, gradient in named})
 
@@ -180,7 +189,7 @@ def step_of(module: torch.nn.Module, loss: Tensor, drafter: torch.nn.Module) -> 
     )
 
 
-def specforge_step(drafter: Drafter, target: Target, data: Data, chunk_blocks: int) -> Step:
+def specforge_step(drafter: Drafter, target: Target, data: Data, chunk_blocks: int, loss_type: str = "dflash") -> Step:
     """SpecForge's."""
     theirs = SpecForgeModel(their_config(drafter.shape))
     theirs.load_state_dict(drafter.state_dict())
@@ -194,6 +203,7 @@ def specforge_step(drafter: Drafter, target: Target, data: Data, chunk_blocks: i
         num_anchors=data.anchor_RA.shape[1],
         loss_decay_gamma=GAMMA,
         objective_chunk_blocks=chunk_blocks,
+        loss_type=loss_type,
     )
     module._sample_anchor_positions = fixed_anchors(data)
     loss, _, _ = module(data.input_ids_RT, data.features_RTC, data.loss_mask_RT.float())
