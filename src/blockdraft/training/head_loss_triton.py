@@ -19,7 +19,7 @@ NUM_WARPS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish(x: Any, multiplier: Any, softcap: Any, HAS_SOFTCAP: tl.constexpr) -> Any:
+def _finish(x: "Any", multiplier: "Any", softcap: "Any", HAS_SOFTCAP: tl.constexpr) -> "Any":
     """softcap * tanh(x * multiplier / softcap), and the slope of the cap there."""
     x = x.to(tl.float32) * multiplier
     if HAS_SOFTCAP:
@@ -33,13 +33,13 @@ def _finish(x: Any, multiplier: Any, softcap: Any, HAS_SOFTCAP: tl.constexpr) ->
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _between(
-    product_ptr: Any,
-    label_ptr: Any,
-    ce_ptr: Any,
-    correct_ptr: Any,
-    stride: Any,
-    multiplier: Any,
-    softcap: Any,
+    product_ptr: "Any",
+    label_ptr: "Any",
+    ce_ptr: "Any",
+    correct_ptr: "Any",
+    stride: "Any",
+    multiplier: "Any",
+    softcap: "Any",
     NUM_IDS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -122,3 +122,23 @@ def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():
     )
     assert done.returncode == 0, done.stderr
     assert "interpreted alike" in done.stdout
+
+
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_the_triton_kernel_compiles_for_a_gpu_and_reads_16_bytes_at_a_time(is_capped):
+    # The interpreter takes Python that the compiler refuses; compiling needs no GPU.
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from blockdraft.training import head_loss_triton
+
+    names = head_loss_triton._between.arg_names
+    types = ["*bf16", "*i64", "*fp32", "*i8", "i32", "fp32", "fp32", "constexpr", "constexpr", "constexpr"]
+    constants = {(7,): 151936, (8,): is_capped, (9,): head_loss_triton.BLOCK}
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(5)}
+    signature = dict(zip(names, types, strict=True))
+    source = ASTSource(fn=head_loss_triton._between, signature=signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": head_loss_triton.NUM_WARPS})
+    assert compiled.asm["ptx"].count("ld.global.v4") >= 4

@@ -1,0 +1,349 @@
+"""The drafter's step on one GPU: exactness, floors, variants and other trainers, in one process.
+
+usage: PYTHONPATH=src python benchmarks/device_step.py [--parts exact,loss,attention,step,optimizer,peers,profile]
+           [--shapes qwen3-8b,qwen3.6-27b] [--seconds 330] [--quick] [--budget 0.6] [--out DIR] [--rehearse]
+
+Protocol: T 4096, A 512, L 16, 5 layers, random data, all-ones loss mask, CUDA events, rotated order; median and
+maximum, peak memory above the resident weights. A part that would start after --seconds is left out and named.
+`--rehearse` runs every part on the CPU with tiny shapes and nothing compiled to kernels.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from device_exact import Check, check_loss, check_masks, check_stack
+from device_peers import peer_steps
+from torch import Tensor
+
+from blockdraft.commands.bench_cases import (
+    Problem,
+    choose_between,
+    head_products,
+    loss_step,
+    make_drafter,
+    make_problem,
+    presets,
+    products,
+    stack_step,
+    useful_flops,
+    whole_step,
+)
+from blockdraft.commands.bench_timing import (
+    Timing,
+    finite,
+    kernel_classes,
+    matrix_rate,
+    products_floor,
+    time_alone,
+    time_rotated,
+)
+from blockdraft.config import OptimConfig
+from blockdraft.models.attention import compile_flex, flex_attend, sdpa_attend
+from blockdraft.models.drafter import Attend, Drafter
+from blockdraft.training.head_loss import even_chunk
+from blockdraft.training.optim import MasterOptimizer
+
+PARTS: Final = ("exact", "floor", "step", "profile", "loss", "attention", "peers", "optimizer")
+CHUNK: Final = 4096
+
+
+class Run:
+    """What the parts share: device, clock, and everything that was measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.started = options, time.monotonic()
+        self.device = torch.device("cpu" if options.rehearse else "cuda")
+        self.dtype = torch.float32 if options.rehearse else torch.bfloat16
+        self.results: dict[str, Any] = {}
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+        print(f"[{time.monotonic() - self.started:5.0f} s] {line}", flush=True)
+
+    def keep(self, name: str, value: Any) -> None:
+        self.results[name] = value
+
+    def attempt(self, what: str, function: Callable[[], None]) -> None:
+        """Runs a part; one that fails is reported and the next one starts."""
+        if time.monotonic() - self.started > self.options.seconds:
+            self.say(f"LEFT OUT for lack of time: {what}")
+            return
+        try:
+            function()
+        except Exception:
+            self.say(f"FAILED: {what}\n{traceback.format_exc(limit=-6)}")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def save(self) -> None:
+        if self.options.out:
+            folder = Path(self.options.out)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "device_step.json").write_text(json.dumps(self.results, indent=1))
+            (folder / "device_step.txt").write_text("\n".join(self.lines) + "\n")
+
+
+def exact(run: Run) -> None:
+    """Every check, those that fail marked."""
+    small = run.options.rehearse
+    stages = ("eager",) if small else ("triton", "inductor")
+
+    def show(checks: list[Check]) -> None:
+        for check in checks:
+            holds = check.found <= check.limit
+            run.say(f"{'ok  ' if holds else 'FAIL'} {check.what}: {check.found:.3g} (limit {check.limit:.3g})")
+            run.keep(f"exact {check.what}", check._asdict() | {"holds": holds})
+
+    run.attempt("exact loss", lambda: show(check_loss(run.device, stages, small)))
+    run.attempt("exact masks", lambda: show(check_masks(run.device)))
+    run.attempt("exact stack", lambda: show(check_stack(run.device)))
+
+
+class Case:
+    """One set of shapes: problem, drafter, variants."""
+
+    def __init__(self, run: Run, name: str, is_first: bool) -> None:
+        self.run, self.name, self.is_first = run, name, is_first
+        self.forwards: dict[Any, Callable[[], Tensor]] = {}
+        shape = presets()[name]
+        self.num_tokens, self.num_anchors = (256, 24) if run.options.rehearse else (4096, 512)
+        self.problem: Problem = make_problem(shape, self.num_tokens, self.num_anchors, run.device, run.dtype)
+        self.drafter: Drafter = make_drafter(shape, run.device, run.dtype)
+        self.rows = self.num_anchors * (shape.block_size - 1)
+        self.flops = useful_flops(shape, self.num_tokens, self.problem.anchor_RA)
+        self.rate = matrix_rate(run.device, run.dtype, 256 if run.options.rehearse else 8192)
+        run.say(f"== {name}: {self.flops / 1e12:.1f} TFLOP of useful work, matrix rate {self.rate:.0f} TFLOP/s, "
+                f"so {self.flops / self.rate / 1e9:.1f} ms")  # fmt: skip
+        run.keep(f"{name} rate", self.rate)
+        self.best: Callable[[], Tensor] | None = None
+
+    def show(self, timings: dict[str, Timing]) -> None:
+        """A line each."""
+        for what, one in timings.items():
+            achieved = self.flops / one.median_ms / 1e9
+            self.run.say(
+                f"{self.name} | {what:<30} | {one.median_ms:7.1f} ms | max {one.max_ms:7.1f} | {achieved:4.0f} TFLOP/s "
+                f"| {achieved / self.rate:4.0%} of rate | +{one.peak_gib:.2f} GiB"
+            )
+            self.run.keep(f"{self.name} {what}", one._asdict())
+
+    def warm(self, what: str, step: Callable[[], Tensor]) -> bool:
+        """First calls: compile; says how long it took."""
+        started = time.monotonic()
+        done: list[bool] = []
+
+        def first() -> None:
+            finite(step())
+            step()
+            done.append(True)
+
+        self.run.attempt(f"{self.name} {what}", first)
+        if done:
+            self.run.say(f"{self.name}: {what} ready after {time.monotonic() - started:.0f} s")
+        return bool(done)
+
+    def step(self) -> None:
+        """Variants of the whole step and the peers, rotated."""
+        options = self.run.options
+        variants: dict[str, tuple[Any, Any, int]] = {"stack, fused loss": ("stack", "triton", CHUNK)}
+        if self.is_first and not options.quick:
+            variants |= {
+                "stack, fused loss, chunk 2048": ("stack", "triton", 2048),
+                "stack, reference loss": ("stack", "reference", CHUNK),
+                "layer, fused loss": ("layer", "triton", CHUNK),
+                "attention only, fused loss": ("attention", "triton", CHUNK),
+            }
+        variants |= {f"stack, memory budget {share}": (share, "triton", CHUNK) for share in options.budget}
+        steps: dict[str, Callable[[], Tensor]] = {}
+        for what, (how, loss, chunk) in variants.items():
+            if how not in self.forwards:
+                self.forwards[how] = stack_step(self.problem, self.drafter, how if isinstance(how, str) else "stack")
+            stage = "eager" if options.rehearse and loss == "triton" else loss
+            step = whole_step(self.drafter, self.forwards[how], loss_step(self.problem, stage, chunk))
+            # Below 1 the compiler recomputes more in the backward pass; it reads the setting when it compiles.
+            share = how if isinstance(how, float) else 1.0
+            with torch._functorch.config.patch(activation_memory_budget=share):
+                if self.warm(what, step):
+                    steps[what] = step
+        self.best = steps.get("stack, fused loss")
+        if "peers" in options.parts:
+            for what, step in peer_steps(self.problem, self.run.dtype, self.run.say).items():
+                if self.warm(what, step):
+                    steps[what] = step
+        self.show(time_rotated(self.run.device, steps, 2 if options.rehearse else 4, 3))
+
+    def floor(self) -> None:
+        """Each matrix product's shape alone, and attention alone."""
+        shape = self.problem.shape
+        for what, found in (
+            ("products of the stack", products(shape, self.num_tokens, self.num_anchors)),
+            ("products of the head", head_products(shape, self.rows, even_chunk(self.rows, CHUNK))),
+        ):
+            timed = products_floor(self.run.device, self.run.dtype, found)
+            total = sum(one.times * spent for one, spent, _ in timed)
+            self.run.say(f"{self.name} | floor: {what}: {total:.1f} ms")
+            self.run.keep(f"{self.name} floor {what}", total)
+            rows = [(*one, spent, rate) for one, spent, rate in timed]
+            self.run.keep(f"{self.name} floor {what}, each", rows)
+            for kind, m, n, k, times, spent, rate in sorted(rows, key=lambda row: -row[4] * row[5])[:12]:
+                self.run.say(
+                    f"    {times:2} x {kind:<7} {m:>6} x {n:>6} x {k:>6}: {spent:6.3f} ms, {rate:4.0f} TFLOP/s"
+                )
+
+    def attention(self) -> None:
+        """flex_attention alone, forward and backward, and with the published windows."""
+        shape, device, dtype = self.problem.shape, self.run.device, self.run.dtype
+        block = self.num_anchors * shape.block_size
+        sizes = [
+            (shape.num_heads, block),
+            *((shape.num_kv_heads, length) for length in (self.num_tokens,) * 2 + (block,) * 2),
+        ]
+        tensors = [
+            torch.randn(1, heads, length, shape.head_dim, device=device, dtype=dtype).requires_grad_()
+            for heads, length in sizes
+        ]
+        numbers = (self.problem.document_RT, self.problem.position_RT, self.problem.anchor_RA)
+        attends: dict[str, tuple[Attend, int]] = {}
+        if self.run.options.rehearse:
+            attends["SDPA"] = (sdpa_attend(shape, *numbers), 0)
+        else:
+            windows = presets()["qwen3.6-27b-windows"]
+            attends["flex, full"] = (flex_attend(shape, *numbers, compile_flex()), 0)
+            attends["flex, window 2048"] = (flex_attend(windows, *numbers, compile_flex()), 0)
+        upstream_RHQE = torch.randn_like(tensors[0])
+
+        for what, (attend, layer) in attends.items():
+            forward = functools.partial(attend, layer, *tensors)
+
+            def both(forward: Callable[[], Tensor] = forward) -> None:
+                forward().backward(upstream_RHQE)
+
+            def measure(
+                what: str = what, forward: Callable[[], Tensor] = forward, both: Callable[[], None] = both
+            ) -> None:
+                ahead, whole = time_alone(device, forward), time_alone(device, both)
+                self.run.say(
+                    f"{self.name} | attention alone, {what}: forward {ahead:.2f} ms, both {whole:.2f} ms a layer"
+                )
+                self.run.keep(f"{self.name} attention {what}", [ahead, whole])
+
+            self.run.attempt(f"{self.name} attention {what}", measure)
+
+    def loss(self) -> None:
+        """The head's loss alone on given hidden states: stages and chunks."""
+        hidden_ND = torch.randn(self.rows, self.problem.shape.hidden_size, device=self.run.device, dtype=self.run.dtype)
+        hidden_ND.requires_grad_()
+        stages = ("eager",) if self.run.options.rehearse else ("triton", "inductor")
+        for stage in stages:
+            for chunk in (1024, 1920, 2560, 3840, 7680) if stage == "triton" else (3840,):
+                lose = loss_step(self.problem, stage, chunk)
+
+                def both(lose: Callable[[Tensor], Tensor] = lose) -> None:
+                    lose(hidden_ND).backward()
+
+                def measure(both: Callable[[], None] = both, what: str = f"{stage}, chunk {chunk}") -> None:
+                    spent = time_alone(self.run.device, both, repeats=5)
+                    self.run.say(f"{self.name} | loss alone, {what}: {spent:.2f} ms")
+                    self.run.keep(f"{self.name} loss {what}", spent)
+
+                self.run.attempt(f"{self.name} loss {stage} {chunk}", measure)
+        self._between(hidden_ND.detach())
+
+    def _between(self, hidden_ND: Tensor) -> None:
+        head_VD, finish = self.problem.ends.head_weight, (1.0, None)
+        product_MV = torch.mm(hidden_ND[:1920] * 0.3, head_VD.t())
+        label_M = self.problem.label_N[: len(product_MV)]
+        from blockdraft.training.head_loss import Finish
+
+        between = choose_between("eager" if self.run.options.rehearse else "triton")
+        settings: list[tuple[int, int]] = [(0, 0)]
+        if not self.run.options.rehearse:
+            settings = [(4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32)]
+        for block, warps in settings:
+
+            def measure(block: int = block, warps: int = warps) -> None:
+                if block:
+                    from blockdraft.training import head_loss_triton
+
+                    head_loss_triton.BLOCK, head_loss_triton.NUM_WARPS = block, warps
+                spent = time_alone(self.run.device, lambda: between(product_MV, label_M, Finish(*finish)))
+                moved = 2 * product_MV.numel() * product_MV.element_size() / spent / 1e9
+                self.run.say(f"{self.name} | between, block {block}, {warps} warps: {spent:.3f} ms, {moved:.2f} TB/s")
+                self.run.keep(f"{self.name} between {block} {warps}", spent)
+
+            self.run.attempt(f"{self.name} between {block} {warps}", measure)
+
+    def profile(self) -> None:
+        """Kernel classes of the best variant."""
+        if self.best is None or self.run.options.rehearse:
+            return
+        shares = kernel_classes(self.best)
+        total = sum(share.milliseconds for share in shares.values())
+        for kind, share in shares.items():
+            self.run.say(f"{self.name} | {kind:<22} {share.milliseconds:7.2f} ms {share.milliseconds / total:4.0%} "
+                         f"{share.launches:6.1f} launches | {share.slowest}")  # fmt: skip
+        self.run.say(f"{self.name} | all kernels {total:.1f} ms")
+        self.run.keep(f"{self.name} kernels", {kind: share._asdict() for kind, share in shares.items()})
+
+    def optimizer(self) -> None:
+        """The update, clipping included, and adding gradients into the masters."""
+        optimizer = MasterOptimizer(self.drafter, OptimConfig())
+        for weight, gradient in zip(optimizer.masters.values(), optimizer.gradients(), strict=True):
+            gradient.copy_(torch.randn_like(weight) * 1e-3)
+        spent = time_alone(self.run.device, lambda: optimizer.step(0.0), repeats=5)
+        self.run.say(f"{self.name} | optimizer step with clipping {spent:.2f} ms")
+        self.run.keep(f"{self.name} optimizer", spent)
+        if self.best is not None:
+            whole = time_alone(self.run.device, self.best, repeats=5)
+            self.run.say(f"{self.name} | step with gradients added into float32 masters {whole:.1f} ms")
+            self.run.keep(f"{self.name} step with masters", whole)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--shapes", default="qwen3-8b,qwen3.6-27b")
+    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--out", default="")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only the default variant of the step; so it is for the second shapes anyway",
+    )
+    parser.add_argument("--budget", type=float, nargs="*", default=[], help="shares of activation memory to try")
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args()
+    options.parts = options.parts.split(",")
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown parts {sorted(unknown)}; known: {', '.join(PARTS)}")
+    if options.rehearse:
+        torch.compile = functools.partial(torch.compile, backend="eager")
+    run = Run(options)
+    run.say(f"torch {torch.__version__}, {torch.cuda.get_device_name() if run.device.type == 'cuda' else 'CPU'}")
+    if "exact" in options.parts:
+        exact(run)
+    for number, name in enumerate(["tiny"] if options.rehearse else options.shapes.split(",")):
+        torch.compiler.reset()
+        case = Case(run, name, number == 0)
+        for part in PARTS:
+            if part in options.parts and part not in ("exact", "peers"):
+                run.attempt(f"{name} {part}", vars(Case)[part].__get__(case))
+        del case
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+        run.save()
+    run.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""What `bench` and the side-by-side runs measure: shapes, random data, the drafter's step, and the work it has to do.
+
+R rows (1 here), T context tokens, A anchors, L block size, S = L - 1 drafted slots, Q = A * L block tokens, D width,
+C captured layers, N = A * S drafted rows, V ids of the head, H heads, G key/value heads, E head width.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.data.anchors import default_gamma, position_weights
+from blockdraft.models.attention import bare_flex_attend, compile_flex, flex_attend, sdpa_attend
+from blockdraft.models.blocks import block_positions
+from blockdraft.models.compiled import How, compile_drafter
+from blockdraft.models.drafter import Drafter, DrafterShape
+from blockdraft.models.ends import Ends
+from blockdraft.training.head_loss import Between, between_eager, head_loss
+from blockdraft.training.loss import SlotLoss, slot_loss, weighted_loss
+
+Loss = Literal["triton", "inductor", "eager", "reference"]
+
+
+def presets() -> dict[str, DrafterShape]:
+    """Shapes by name."""
+    large = DrafterShape(
+        hidden_size=4096,
+        num_layers=5,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        block_size=16,
+        mask_token_id=151669,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        num_target_layers=36,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    )
+    larger: dict[str, Any] = {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "vocab_size": 248320,
+        "mask_token_id": 248070,
+    }
+    largest: dict[str, Any] = {"target_layer_ids": (1, 16, 31, 46, 61), "num_target_layers": 64, "rope_theta": 1e7}
+    windows: dict[str, Any] = {"window": 2048, "window_layers": (0, 1, 2, 3)}
+    small: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    tiny: dict[str, Any] = {
+        "intermediate_size": 96,
+        "vocab_size": 512,
+        "mask_token_id": 500,
+        "target_layer_ids": (1, 2, 3),
+    }
+    return {
+        "qwen3-8b": large,
+        "qwen3.6-27b": replace(large, **larger, **largest),
+        "qwen3.6-27b-windows": replace(large, **larger, **largest, **windows),
+        "tiny": replace(large, **small, **tiny),
+    }
+
+
+class Problem(NamedTuple):
+    """Random weights of a target's ends, random features, one document, an all-ones loss mask."""
+
+    shape: DrafterShape
+    ends: Ends
+    features_RTC: Tensor
+    document_RT: Tensor
+    position_RT: Tensor
+    anchor_RA: Tensor
+    block_RQD: Tensor
+    label_N: Tensor
+    weight_N: Tensor
+    loss_mask_RT: Tensor
+    input_ids_RT: Tensor
+
+
+def make_problem(
+    shape: DrafterShape, num_tokens: int, num_anchors: int, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Problem:
+    """Everything but the drafter, made on the device."""
+    torch.manual_seed(seed)
+    width, length = shape.hidden_size, shape.block_size
+    with torch.device(device):
+        embedding = nn.Embedding(shape.vocab_size, width, dtype=dtype)
+        embedding.weight.data.mul_(0.02)
+        head_VD = torch.randn(shape.vocab_size, width, dtype=dtype) * 0.02
+        ids_RT = torch.randint(shape.vocab_size, (1, num_tokens))
+        anchor_RA = torch.randperm(num_tokens - 1)[:num_anchors].sort().values[None]
+        position_RT = torch.arange(num_tokens)[None]
+        features_RTC = torch.randn(1, num_tokens, len(shape.target_layer_ids) * width, dtype=dtype)
+        index_AS = anchor_RA[0, :, None] + torch.arange(1, length)
+        weight_S = torch.from_numpy(position_weights(length, default_gamma(length))[1:].copy()).to(device)
+        token_RQ = torch.full((1, num_anchors, length), shape.mask_token_id)
+        token_RQ[..., 0] = ids_RT.gather(1, anchor_RA)
+    ends = Ends(embedding, head_VD)
+    return Problem(
+        shape=shape,
+        ends=ends,
+        features_RTC=features_RTC,
+        document_RT=torch.zeros_like(position_RT),
+        position_RT=position_RT,
+        anchor_RA=anchor_RA,
+        block_RQD=ends.embed(token_RQ.flatten(1)),
+        label_N=ids_RT[0, index_AS.clamp(max=num_tokens - 1)].flatten(),
+        weight_N=(weight_S * (index_AS < num_tokens)).flatten(),
+        loss_mask_RT=torch.ones(1, num_tokens, device=device),
+        input_ids_RT=ids_RT,
+    )
+
+
+def make_drafter(shape: DrafterShape, device: torch.device, dtype: torch.dtype) -> Drafter:
+    """A drafter with random weights, made on the device."""
+    with torch.device(device):
+        drafter = Drafter(shape).to(dtype)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.02)
+    return drafter
+
+
+def stack_step(problem: Problem, drafter: Drafter, how: How) -> Callable[[], Tensor]:
+    """The drafter's forward, mask included: hidden states of the drafted slots, [N, D]."""
+    run = compile_drafter(drafter, how)
+    is_cuda = problem.features_RTC.device.type == "cuda"
+    compiled = compile_flex() if is_cuda and how in ("attention", "nothing") else None
+
+    def forward() -> Tensor:
+        numbers = (problem.shape, problem.document_RT, problem.position_RT, problem.anchor_RA)
+        if not is_cuda:
+            attend = sdpa_attend(*numbers)
+        elif compiled is not None:
+            attend = flex_attend(*numbers, compiled)
+        else:
+            attend = bare_flex_attend(*numbers)
+        block_position_RQ = block_positions(problem.position_RT, problem.anchor_RA, problem.shape.block_size)
+        return run(problem.features_RTC, problem.position_RT, problem.block_RQD, block_position_RQ, attend)[0]
+
+    return forward
+
+
+def choose_between(loss: Loss) -> Between:
+    """The stage between the loss's two products."""
+    if loss == "triton":
+        from blockdraft.training.head_loss_triton import between_triton
+
+        return between_triton
+    return torch.compile(between_eager, dynamic=False, fullgraph=True) if loss == "inductor" else between_eager
+
+
+def loss_step(problem: Problem, loss: Loss, chunk_rows: int) -> Callable[[Tensor], Tensor]:
+    """The loss of drafted hidden states."""
+    between = choose_between(loss)
+    denominator = float(problem.weight_N.sum())
+
+    def run(hidden_ND: Tensor) -> Tensor:
+        found: SlotLoss
+        if loss == "reference":
+            found = slot_loss(hidden_ND, problem.label_N, problem.ends, chunk_rows)
+        else:
+            found = head_loss(hidden_ND, problem.label_N, problem.ends, chunk_rows, between)
+        return weighted_loss(found.ce_N, problem.weight_N, denominator)
+
+    return run
+
+
+def whole_step(
+    drafter: Drafter, forward: Callable[[], Tensor], lose: Callable[[Tensor], Tensor]
+) -> Callable[[], Tensor]:
+    """Forward, loss and backward, gradients made in the weights' type and dropped; returns the loss."""
+
+    def step() -> Tensor:
+        loss = lose(forward())
+        loss.backward()
+        # Dropped here, so that memory before a step is that of the weights alone.
+        drafter.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def seen_pairs(shape: DrafterShape, anchor_RA: Tensor, window: int | None) -> int:
+    """Query-key pairs that one head of a layer has to compute, one document a row."""
+    slot_L = torch.arange(shape.block_size, device=anchor_RA.device)
+    context_RAL = anchor_RA.clamp(min=0)[..., None].expand(-1, -1, shape.block_size)
+    if window is not None:
+        context_RAL = torch.minimum(context_RAL, (window - 1 - slot_L).clamp(min=0))
+    own_L = slot_L + 1 if shape.is_causal(window) else torch.full_like(slot_L, shape.block_size)
+    return int(context_RAL.sum() + own_L.sum() * anchor_RA.numel())
+
+
+class Product(NamedTuple):
+    """A matrix product [m, k] @ [k, n] of the step, and how often it comes."""
+
+    kind: Literal["forward", "input", "weight"]
+    m: int
+    n: int
+    k: int
+    times: int
+
+
+def products(shape: DrafterShape, num_tokens: int, num_anchors: int) -> list[Product]:
+    """Every matrix product of a step without the head's, as this implementation runs it."""
+    width, inner = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    block, drafted = num_anchors * shape.block_size, num_anchors * (shape.block_size - 1)
+    layers, before = shape.num_layers, shape.num_layers - 1
+    linear: list[tuple[int, int, int, int]] = [
+        (block, queries, width, layers),
+        (block, keys, width, 2 * layers),
+        (num_tokens, keys, width, 2 * layers),
+        *((rows, width, queries, times) for rows, times in ((block, before), (drafted, 1))),
+        *((rows, inner, width, 2 * times) for rows, times in ((block, before), (drafted, 1))),
+        *((rows, width, inner, times) for rows, times in ((block, before), (drafted, 1))),
+    ]
+    found = [Product("forward", m, n, k, times) for m, n, k, times in linear if times]
+    found += [Product("input", m, k, n, times) for m, n, k, times in linear if times]
+    found += [Product("weight", n, k, m, times) for m, n, k, times in linear if times]
+    features = len(shape.target_layer_ids) * width
+    # The features need no gradient.
+    return [
+        *found,
+        Product("forward", num_tokens, width, features, 1),
+        Product("weight", width, features, num_tokens, 1),
+    ]
+
+
+def head_products(shape: DrafterShape, num_rows: int, chunk_rows: int) -> list[Product]:
+    """The two products of the head's loss."""
+    times = -(-num_rows // chunk_rows)
+    return [
+        Product("forward", min(num_rows, chunk_rows), shape.vocab_size, shape.hidden_size, times),
+        Product("input", min(num_rows, chunk_rows), shape.hidden_size, shape.vocab_size, times),
+    ]
+
+
+ATTENTION_WORK: Final = 4
+"""Operations of a query-key pair and unit of head width in the forward: two products, multiply and add."""
+
+
+def useful_flops(shape: DrafterShape, num_tokens: int, anchor_RA: Tensor) -> float:
+    """Useful work of a step, counted alike for every trainer: 3 x forward of the trainable stack + 2 x the head.
+
+    All block tokens count, slot 0 included, though nothing has to be computed for it behind the last attention.
+    """
+    width = shape.hidden_size
+    block = anchor_RA.numel() * shape.block_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = 2 * block * (2 * queries * width + 3 * width * shape.intermediate_size)
+    layer += 2 * (block + num_tokens) * 2 * keys * width
+    windows = [shape.window if i in shape.window_layers else None for i in range(shape.num_layers)]
+    attention = sum(ATTENTION_WORK * queries * seen_pairs(shape, anchor_RA, window) for window in windows)
+    features = 2 * num_tokens * len(shape.target_layer_ids) * width * width
+    head = 2 * block * width * shape.vocab_size
+    return 3.0 * (shape.num_layers * layer + attention + features) + 2.0 * head
