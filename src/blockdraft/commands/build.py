@@ -18,7 +18,8 @@ from blockdraft.data.loader import Loader, LoaderConfig
 from blockdraft.data.store import Store, open_store
 from blockdraft.data.template import ChatTemplate, tokenizer_hash
 from blockdraft.decoding.replay import Tape, record_tapes
-from blockdraft.models.attention import compile_flex, flex_attend, sdpa_attend
+from blockdraft.models.attention import bare_flex_attend, sdpa_attend
+from blockdraft.models.compiled import How
 from blockdraft.models.drafter import Drafter, DrafterShape, derive_shape
 from blockdraft.models.ends import Ends
 from blockdraft.models.formats import load_export
@@ -196,6 +197,7 @@ def _step(
     replica = replica.to(device=device, dtype=dtype)
     near = ends.copy_to(device, dtype)
     head = near if draft_ids is None else near.restricted(torch.from_numpy(draft_ids))
+    make_attend, how = choose_attention(config.runtime.attention, device)
     return DrafterStep(
         replica,
         near,
@@ -203,18 +205,16 @@ def _step(
         loss=config.loss,
         optim=config.optim,
         total_steps=total_steps,
-        make_attend=choose_attention(config.runtime.attention, device),
+        make_attend=make_attend,
+        how=how,
     )
 
 
-def choose_attention(name: str, device: torch.device) -> MakeAttend:
-    """Masked SDPA on a CPU, compiled flex_attention on a GPU, unless told otherwise."""
+def choose_attention(name: str, device: torch.device) -> tuple[MakeAttend, How]:
+    """Masked SDPA on a CPU; on a GPU flex_attention, compiled with the whole stack. Both unless told otherwise."""
     if name == "sdpa" or (name == "auto" and device.type == "cpu"):
-        return sdpa_attend
-    compiled = compile_flex()
-    return lambda shape, document_RT, position_RT, anchor_RA: flex_attend(
-        shape, document_RT, position_RT, anchor_RA, compiled
-    )
+        return sdpa_attend, "nothing"
+    return bare_flex_attend, "stack"
 
 
 def _tapes(config: RunConfig, target: Target, tokenizer: object, file: str) -> list[Tape]:

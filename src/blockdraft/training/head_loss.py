@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.models.ends import Ends
-from blockdraft.training.loss import SlotLoss
+from blockdraft.training.loss import SlotLoss, slot_loss
 
 
 class Finish(NamedTuple):
@@ -30,6 +30,25 @@ class Between(Protocol):
     def __call__(self, product_MV: Tensor, label_M: Tensor, finish: Finish) -> tuple[Tensor, Tensor]:
         """Returns CE (float32) and correctness; leaves d(CE)/d(product) in `product_MV`."""
         ...
+
+
+class ChosenLoss(Protocol):
+    """`loss.slot_loss`, or this module's equal of it."""
+
+    def __call__(self, hidden_ND: Tensor, label_N: Tensor, ends: Ends, chunk_rows: int) -> SlotLoss: ...
+
+
+def choose_slot_loss(device: torch.device) -> ChosenLoss:
+    """On a GPU the fused loss with its Triton kernel; on a CPU the readable one."""
+    if device.type != "cuda":
+        return slot_loss
+    # Only GPUs have Triton; build the step in the main thread, before workers start.
+    from blockdraft.training.head_loss_triton import between_triton
+
+    def fused(hidden_ND: Tensor, label_N: Tensor, ends: Ends, chunk_rows: int) -> SlotLoss:
+        return head_loss(hidden_ND, label_N, ends, chunk_rows, between_triton)
+
+    return fused
 
 
 def head_loss(hidden_ND: Tensor, label_N: Tensor, ends: Ends, chunk_rows: int, between: Between) -> SlotLoss:

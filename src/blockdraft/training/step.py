@@ -10,9 +10,11 @@ from torch import Tensor
 
 from blockdraft.config import LossConfig, OptimConfig
 from blockdraft.models.blocks import block_positions, block_tokens
+from blockdraft.models.compiled import How, RunDrafter, compile_drafter
 from blockdraft.models.drafter import Attend, Drafter, DrafterShape
 from blockdraft.models.ends import Ends
-from blockdraft.training.loss import dpace_weights, slot_kl, slot_loss, target_choice, weighted_loss
+from blockdraft.training.head_loss import choose_slot_loss
+from blockdraft.training.loss import dpace_weights, slot_kl, target_choice, weighted_loss
 from blockdraft.training.metrics import StepSums, add_sums, slot_sums, zero_sums
 from blockdraft.training.optim import MasterOptimizer, lr_scale
 
@@ -66,6 +68,21 @@ def drafter_hidden(
     return hidden_RQD.unflatten(1, (-1, shape.block_size))  # type: ignore[no-any-return]
 
 
+def drafted_hidden(
+    run: RunDrafter, drafter: Drafter, ends: Ends, features_RTC: Tensor, blocks: Blocks, make_attend: MakeAttend
+) -> Tensor:
+    """The same of slots 1..L-1 only, [N, D], through the drafter as the worker runs it (compiled or not)."""
+    shape = drafter.shape
+    token_RQ = block_tokens(blocks.input_ids_RT, blocks.anchor_RA, shape.block_size, shape.mask_token_id)
+    return run(
+        features_RTC,
+        blocks.position_RT,
+        ends.embed(token_RQ).to(drafter.dtype),
+        block_positions(blocks.position_RT, blocks.anchor_RA, shape.block_size),
+        make_attend(shape, blocks.document_RT, blocks.position_RT, blocks.anchor_RA),
+    ).flatten(0, 1)
+
+
 def states_before(state_RTD: Tensor, anchor_RA: Tensor, num_slots: int) -> Tensor:
     """The states that predict each drafted slot, [R, A, S, D]: slot k's token is foretold at anchor + k - 1.
 
@@ -91,11 +108,14 @@ class DrafterStep:
         total_steps: int,
         make_attend: MakeAttend,
         sum_gradients: SumGradients | None = None,
+        how: How = "nothing",
     ) -> None:
-        """`head` is `ends`, or `ends` restricted to a draft vocabulary."""
+        """`head` is `ends`, or `ends` restricted to a draft vocabulary; `how` says what becomes one compiled graph."""
         self.drafter, self.ends, self.head = drafter, ends, head
         self.loss_config, self.optim_config, self.total_steps = loss, optim, total_steps
         self.make_attend, self.sum_gradients = make_attend, sum_gradients
+        self.run_drafter = compile_drafter(drafter, how)
+        self.slot_loss = choose_slot_loss(drafter.device)
         self.optimizer = MasterOptimizer(drafter, optim)
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
@@ -107,13 +127,12 @@ class DrafterStep:
         """Forward, loss and backward; gradients and counts add up until `finish`."""
         width = self.drafter.fc.in_features
         context_RTC = features_RTC[..., :width]
-        hidden_RALD = drafter_hidden(self.drafter, self.ends, context_RTC, blocks, self.make_attend)
-        drafted_ND = hidden_RALD[:, :, 1:].flatten(0, 2)
+        drafted_ND = drafted_hidden(self.run_drafter, self.drafter, self.ends, context_RTC, blocks, self.make_attend)
         if self.loss_config.needs_final_states:
             final_RASD = states_before(features_RTC[..., width:], blocks.anchor_RA, self.num_slots)
             found = self._against_target(drafted_ND, final_RASD.flatten(0, 2), blocks.label_RAS.flatten())
         else:
-            found = slot_loss(drafted_ND, blocks.label_RAS.flatten(), self.head, self.loss_config.chunk_rows)
+            found = self.slot_loss(drafted_ND, blocks.label_RAS.flatten(), self.head, self.loss_config.chunk_rows)
         loss_RAS, correct_RAS = (value_N.view_as(blocks.label_RAS) for value_N in found)
         weight_RAS = blocks.weight_RAS
         if self.loss_config.objective == "dpace":
@@ -130,7 +149,7 @@ class DrafterStep:
             label_N = found.target_N if config.labels == "argmax" else label_N
             return found.kl_N, found.drafted_N == label_N
         choice_N = target_choice(final_ND, self.head, config.chunk_rows)
-        return slot_loss(drafted_ND, choice_N, self.head, config.chunk_rows)
+        return self.slot_loss(drafted_ND, choice_N, self.head, config.chunk_rows)
 
     def finish(self, step: int) -> StepSums:
         """Sums gradients over replicas, clips, updates; returns this replica's counts and starts new ones."""
