@@ -19,11 +19,11 @@ import sys
 import time
 from pathlib import Path
 
-NUM_ANSWERS = 320
+NUM_ANSWERS = 240
 """Training prompts, each answered by the target."""
 MAX_NEW_TOKENS = 64
 """Longest answer, in training and in evaluation."""
-BATCH = 160
+BATCH = 120
 """Prompts that are answered together."""
 NUM_HELD_OUT = 16
 """Prompts of each of the two held-out sets, for acceptance by replay."""

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,10 @@ from torch import Tensor
 from blockdraft.config import ConfigError
 from blockdraft.data.anchors import block_labels, eligible_anchors, sample_anchors
 from blockdraft.data.packing import FillPlan, PaddingShare, Placed, epoch_plan, padding_share, shapes_of
-from blockdraft.data.store import Store
+
+if TYPE_CHECKING:
+    # Only its type: whoever brings documents of another kind need not install `datasets`.
+    from blockdraft.data.store import Store
 
 _ORDER, _ANCHORS = 0, 1
 
@@ -109,7 +112,7 @@ class LoaderCounts(NamedTuple):
 class Loader:
     """Iterates over fills, one optimizer step ahead of what it yields."""
 
-    def __init__(self, store: Store, config: LoaderConfig, draft_ids: np.ndarray | None = None) -> None:
+    def __init__(self, store: "Store", config: LoaderConfig, draft_ids: np.ndarray | None = None) -> None:
         """`draft_ids`: sorted ids of a draft vocabulary; labels become indices into it, -1 outside.
 
         Raises:

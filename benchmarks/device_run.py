@@ -1,0 +1,227 @@
+"""A whole run on GPUs with random weights: target and drafter threads, hundreds of steps of mixed document lengths.
+
+usage: python benchmarks/device_run.py [--shapes tiny|qwen3-8b] [--targets cuda:0] [--drafters cuda:0] [--steps 300]
+
+Prints what a run must show: compilations after warm-up (0), allocated and reserved memory over the run (flat), share of
+time busy per side, tokens per second, and the throughput of each side running alone in the same process.
+"""
+
+import argparse
+import sys
+import time
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from blockdraft.config import DrafterConfig, LossConfig, OptimConfig, RuntimeConfig
+from blockdraft.data.anchors import position_weights
+from blockdraft.data.loader import Loader, LoaderConfig
+from blockdraft.models.attention import compile_flex, flex_attend, sdpa_attend
+from blockdraft.models.drafter import Drafter, derive_shape
+from blockdraft.models.target import Target
+from blockdraft.runtime.distributed import join_world
+from blockdraft.runtime.pipeline import Pipeline, StepDone, WarmedUp, to_device
+from blockdraft.runtime.slots import Filler, Slot
+from blockdraft.runtime.startup import Protection
+from blockdraft.training.metrics import add_sums, report
+from blockdraft.training.step import DrafterStep, MakeAttend
+
+TARGETS = {
+    "tiny": Qwen3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64,
+    ),
+    "qwen3-8b": Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
+    ),
+}  # fmt: skip
+ROW_LENGTH = {"tiny": 512, "qwen3-8b": 4096}
+ANCHORS = {"tiny": 32, "qwen3-8b": 512}
+
+
+class RandomDocuments:
+    """A token store in memory: random ids, lengths spread from 20 to 4,000 tokens or what a row holds."""
+
+    def __init__(self, count: int, longest: int, vocab_size: int) -> None:
+        generator = np.random.default_rng(0)
+        self.lengths = np.exp(generator.uniform(np.log(20), np.log(longest), count)).astype(np.int64)
+        self.ids = [generator.integers(0, vocab_size, n).astype(np.int32) for n in self.lengths]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        return _Document(self.ids[index], np.ones(len(self.ids[index]), dtype=np.int8))
+
+
+class _Document:
+    def __init__(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+        self.input_ids, self.loss_mask = input_ids, loss_mask
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def make_target(shapes: str, device: str, dtype: torch.dtype) -> Target:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(TARGETS[shapes], dtype=dtype)
+    return Target(model, None, 5 if shapes != "tiny" else 2)
+
+
+def make_step(args: argparse.Namespace, target: Target, device: str, dtype: torch.dtype) -> DrafterStep:
+    layers = 5 if args.shapes != "tiny" else 2
+    shape = derive_shape(DrafterConfig(num_layers=layers), target.facts, target.vocab_size - 1)
+    torch.manual_seed(1)
+    with torch.device(device):
+        drafter = Drafter(shape).to(dtype)
+    for weight in drafter.parameters():
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.02)
+    torch.nn.init.constant_(drafter.norm.weight, 0.05)
+    ends = target.ends.copy_to(device, dtype)
+    attend: MakeAttend = sdpa_attend
+    if args.attention == "flex":
+        compiled = compile_flex()
+        attend = lambda shape, document, position, anchor: flex_attend(shape, document, position, anchor, compiled)  # noqa: E731
+    return DrafterStep(
+        drafter, ends, ends, loss=LossConfig(), optim=OptimConfig(accumulation=len(args.drafters)),
+        total_steps=args.steps, make_attend=attend,
+    )  # fmt: skip
+
+
+def make_loader(args: argparse.Namespace, vocab_size: int) -> Loader:
+    length = ROW_LENGTH[args.shapes]
+    store = RandomDocuments(args.documents, min(length, 4000), vocab_size)
+    config = LoaderConfig(
+        row_length=length, num_rows=1, num_anchors=ANCHORS[args.shapes], sort_window=1024, target_tokens=2 * length,
+        block_size=16, weight_L=tuple(float(w) for w in position_weights(16, 7.0)), after_gap=False, seed=0,
+        num_drafters=len(args.drafters), accumulation=len(args.drafters), reuse=1,
+    )  # fmt: skip
+    return Loader(cast(Any, store), config)
+
+
+def run(args: argparse.Namespace) -> int:
+    dtype = torch.bfloat16 if args.targets[0] != "cpu" else torch.float32
+    protection = Protection(say) if "cpu" not in args.targets else None
+    targets = [make_target(args.shapes, device, dtype) for device in args.targets]
+    steps = [make_step(args, targets[0], device, dtype) for device in args.drafters]
+    loader = make_loader(args, targets[0].vocab_size)
+    say(f"{len(loader.shapes)} target shapes, epoch of {loader.counts.fills} slots, padding {loader.counts.padding}")
+    memory: list[tuple[int, int]] = []
+
+    def at_boundary(steps_done: int) -> None:
+        if torch.cuda.is_available():
+            memory.append(
+                (torch.cuda.max_memory_allocated(args.drafters[0]), torch.cuda.memory_reserved(args.drafters[0]))
+            )
+            if steps_done % 50 == 0:
+                torch.cuda.reset_peak_memory_stats(args.drafters[0])
+
+    pipeline = Pipeline(
+        RuntimeConfig(topology="pool", targets=tuple(args.targets), drafters=tuple(args.drafters), channel_depth=2),
+        loader, targets, steps, first_step=0, total_steps=args.steps, at_boundary=at_boundary,
+        world=join_world() if len(steps) > 1 else None,
+        when_warm=protection.steady if protection else lambda: None,
+    )  # fmt: skip
+    started = time.monotonic()
+    pipeline.start()
+    losses, parts, tokens = [], {}, 0
+    while pipeline.is_running() and pipeline.crew.first_error is None:
+        tokens = drain(pipeline, losses, parts, len(steps), tokens)
+        pipeline.watchdog.check()
+    pipeline.crew.join()
+    tokens = drain(pipeline, losses, parts, len(steps), tokens)
+    elapsed = time.monotonic() - pipeline.started
+    say(
+        f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {tokens / elapsed:,.0f} tok/s"
+    )
+    say(f"losses: first {losses[0]:.4f}, last {losses[-1]:.4f}, all finite {all(np.isfinite(losses))}")
+    for line in pipeline.describe_sides():
+        say(line)
+    if protection is not None:
+        say(f"after warm-up: {protection.compilations()}")
+        peaks = [max(m for m, _ in memory[i : i + 50]) / 2**30 for i in range(50, len(memory) - 49, 50)]
+        say(f"peak per 50 steps, GiB: {' '.join(f'{p:.3f}' for p in peaks)}")
+        say(f"reserved from step 20 on, GiB: {sorted({round(r / 2**30, 3) for _, r in memory[20:]})}")
+        for device in {*args.targets, *args.drafters}:
+            say(f"allocator retries {device}: {torch.cuda.memory_stats(device)['num_alloc_retries']}")
+        protection.counters.snapshot()
+    alone(args, loader, targets[0], steps[0])
+    if protection is not None:
+        protection.end()
+    return 0
+
+
+def drain(pipeline: Pipeline, losses: list[float], parts: dict[int, Any], replicas: int, tokens: int) -> int:
+    while True:
+        try:
+            item = pipeline.reports.get(timeout=0.02)
+        except Exception:  # queue.Empty: nothing more for now
+            return tokens
+        if isinstance(item, WarmedUp):
+            say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.2f} s")
+        elif isinstance(item, StepDone):
+            sums, _ = item.read(15)
+            seen = parts.setdefault(item.step, [])
+            seen.append(sums)
+            if item.drafter == 0:
+                tokens = item.tokens * replicas
+            if len(seen) == replicas:
+                total = seen[0]
+                for other in seen[1:]:
+                    total = add_sums(total, other)
+                losses.append(report(total).loss)
+
+
+def alone(args: argparse.Namespace, loader: Loader, target: Target, step: DrafterStep) -> None:
+    """Throughput of each side by itself, over the same slots."""
+    device = step.drafter.device
+    fills = []
+    for fill in loader.fills(0, min(40, args.steps)):
+        fills.append(fill)
+        if len(fills) == 40:
+            break
+    config = loader.config
+    width = target.hidden_size * len(target.layer_ids)
+    here = Slot(config.num_rows, config.row_length, width, target.dtype, target.device)
+    filler = Filler(target, config.num_rows, config.row_length)
+    used = sum(sum(fill.used_R) for fill in fills)
+    for name in ("target", "drafter"):
+        synchronize()
+        started = time.monotonic()
+        slot = Slot(config.num_rows, config.row_length, width, target.dtype, device) if name == "drafter" else here
+        for fill in fills:
+            if name == "target":
+                filler.fill(slot, fill)
+            else:
+                for one in fill.passes:
+                    step.micro_batch(slot.features_RTC, to_device(one, device), one.denominator)
+                step.finish(args.steps - 1)
+        synchronize()
+        say(f"{name} alone: {used / (time.monotonic() - started):,.0f} tok/s over {len(fills)} slots")
+
+
+def synchronize() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", choices=list(TARGETS), default="tiny")
+    parser.add_argument("--targets", nargs="+", default=["cpu"])
+    parser.add_argument("--drafters", nargs="+", default=["cpu"])
+    parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--documents", type=int, default=400)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
