@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from blockdraft.config import DrafterConfig, LossConfig, OptimConfig, RuntimeConfig
 from blockdraft.data.anchors import position_weights
 from blockdraft.data.loader import Loader, LoaderConfig
-from blockdraft.models.attention import compile_flex, flex_attend, sdpa_attend
+from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.drafter import Drafter, derive_shape
 from blockdraft.models.target import Target
 from blockdraft.runtime.distributed import join_world
@@ -85,13 +85,10 @@ def make_step(args: argparse.Namespace, target: Target, device: str, dtype: torc
             torch.nn.init.normal_(weight, std=0.02)
     torch.nn.init.constant_(drafter.norm.weight, 0.05)
     ends = target.ends.copy_to(device, dtype)
-    attend: MakeAttend = sdpa_attend
-    if args.attention == "flex":
-        compiled = compile_flex()
-        attend = lambda shape, document, position, anchor: flex_attend(shape, document, position, anchor, compiled)  # noqa: E731
+    attend: MakeAttend = bare_flex_attend if args.attention == "flex" else sdpa_attend
     return DrafterStep(
         drafter, ends, ends, loss=LossConfig(), optim=OptimConfig(accumulation=len(args.drafters)),
-        total_steps=args.steps, make_attend=attend,
+        total_steps=args.steps, make_attend=attend, how="stack" if args.attention == "flex" else "nothing",
     )  # fmt: skip
 
 
