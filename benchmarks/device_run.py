@@ -135,9 +135,8 @@ def run(args: argparse.Namespace) -> int:
     pipeline.crew.join()
     tokens = drain(pipeline, losses, parts, len(steps), tokens)
     elapsed = time.monotonic() - pipeline.started
-    say(
-        f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {tokens / elapsed:,.0f} tok/s"
-    )
+    rate = tokens / elapsed
+    say(f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {rate:,.0f} tok/s")
     say(f"losses: first {losses[0]:.4f}, last {losses[-1]:.4f}, all finite {all(np.isfinite(losses))}")
     for line in pipeline.describe_sides():
         say(line)
