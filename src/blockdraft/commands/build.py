@@ -1,5 +1,6 @@
 """Builds the pieces of a run from its config: target, drafter, loader, evaluation tapes, each checked as it is made."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -112,9 +113,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
     loader = Loader(store, loader_config, draft_ids)
     _say_data(loader, draft_ids, say)
     report_agreement(target, loader, store, say)
-    tapes = {
-        name: _tapes(config, target, tokenizer, file) for name, file in zip(names, config.eval.prompts, strict=True)
-    }
+    tapes = _tapes(config, target, tokenizer, names)
     total_steps = config.steps if config.steps is not None else loader.steps_for(config.epochs)
     drafter = _first_drafter(config, shape, target.ends, draft_ids)
     steps = [_step(config, drafter, target.ends, draft_ids, device, total_steps) for device in drafter_devices]
@@ -217,13 +216,19 @@ def choose_attention(name: str, device: torch.device) -> tuple[MakeAttend, How]:
     return bare_flex_attend, "stack"
 
 
-def _tapes(config: RunConfig, target: Target, tokenizer: object, file: str) -> list[Tape]:
-    drops = Drops()
+def _tapes(config: RunConfig, target: Target, tokenizer: object, names: list[str]) -> dict[str, list[Tape]]:
+    """Held-out answers by set; prompts of all sets are answered together, in batches of 32."""
     template = ChatTemplate(tokenizer)  # type: ignore[arg-type]
-    prompts = [template.prompt_ids(one) for one in read_prompts(file, drops)][: config.eval.num_prompts]
-    drops.check()
-    with tqdm(total=len(prompts), desc=f"answers to {Path(file).name}", unit="answer") as bar:
-        return record_tapes(
+    sets: list[list[list[int]]] = []
+    for file in config.eval.prompts:
+        drops = Drops()
+        sets.append([template.prompt_ids(one) for one in read_prompts(file, drops)][: config.eval.num_prompts])
+        drops.check()
+    prompts = [prompt for one_set in sets for prompt in one_set]
+    if not prompts:
+        return {}
+    with tqdm(total=len(prompts), desc="held-out answers", unit="answer") as bar:
+        tapes = record_tapes(
             target,
             prompts,
             max_new_tokens=config.eval.max_new_tokens,
@@ -231,6 +236,8 @@ def _tapes(config: RunConfig, target: Target, tokenizer: object, file: str) -> l
             batch_size=32,
             progress=bar.update,
         )
+    waiting = iter(tapes)
+    return {name: list(itertools.islice(waiting, len(one_set))) for name, one_set in zip(names, sets, strict=True)}
 
 
 def _say_data(loader: Loader, draft_ids: NDArray[np.int64] | None, say: Callable[[str], None]) -> None:
