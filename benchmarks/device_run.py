@@ -1,19 +1,21 @@
 """A whole run on GPUs with random weights: target and drafter threads, hundreds of steps of mixed document lengths.
 
-usage: python benchmarks/device_run.py [--shapes tiny|qwen3-8b] [--targets cuda:0] [--drafters cuda:0] [--steps 300]
+usage: python benchmarks/device_run.py [--shapes tiny|hybrid|qwen3-8b] [--targets cuda:0 ...] [--drafters cuda:0 ...]
+           [--attention flex] [--steps 300] [--documents 400]
 
 Prints what a run must show: compilations after warm-up (0), allocated and reserved memory over the run (flat), share of
 time busy per side, tokens per second, and the throughput of each side running alone in the same process.
 """
 
 import argparse
+import queue
 import sys
 import time
 from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from blockdraft.config import DrafterConfig, LossConfig, OptimConfig, RuntimeConfig
 from blockdraft.data.anchors import position_weights
@@ -33,13 +35,19 @@ TARGETS = {
         vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64,
     ),
+    # Recurrent layers on flash-linear-attention's kernels, whose tuners start cold.
+    "hybrid": Qwen3_5TextConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8,
+    ),
     "qwen3-8b": Qwen3Config(
         vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
     ),
 }  # fmt: skip
-ROW_LENGTH = {"tiny": 512, "qwen3-8b": 4096}
-ANCHORS = {"tiny": 32, "qwen3-8b": 512}
+ROW_LENGTH = {"tiny": 512, "hybrid": 512, "qwen3-8b": 4096}
+ANCHORS = {"tiny": 32, "hybrid": 32, "qwen3-8b": 512}
+DRAFTER_LAYERS = {"tiny": 2, "hybrid": 2, "qwen3-8b": 5}
 
 
 class RandomDocuments:
@@ -71,12 +79,11 @@ def make_target(shapes: str, device: str, dtype: torch.dtype) -> Target:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(TARGETS[shapes], dtype=dtype)
-    return Target(model, None, 5 if shapes != "tiny" else 2)
+    return Target(model, None, DRAFTER_LAYERS[shapes])
 
 
 def make_step(args: argparse.Namespace, target: Target, device: str, dtype: torch.dtype) -> DrafterStep:
-    layers = 5 if args.shapes != "tiny" else 2
-    shape = derive_shape(DrafterConfig(num_layers=layers), target.facts, target.vocab_size - 1)
+    shape = derive_shape(DrafterConfig(num_layers=DRAFTER_LAYERS[args.shapes]), target.facts, target.vocab_size - 1)
     torch.manual_seed(1)
     with torch.device(device):
         drafter = Drafter(shape).to(dtype)
@@ -109,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     targets = [make_target(args.shapes, device, dtype) for device in args.targets]
     steps = [make_step(args, targets[0], device, dtype) for device in args.drafters]
     loader = make_loader(args, targets[0].vocab_size)
-    say(f"{len(loader.shapes)} target shapes, epoch of {loader.counts.fills} slots, padding {loader.counts.padding}")
+    shapes = loader.shapes_until(args.steps)
+    say(f"{len(shapes)} target shapes, epoch of {loader.counts.fills} slots, padding {loader.counts.padding}")
     memory: list[tuple[int, int]] = []
 
     def at_boundary(steps_done: int) -> None:
@@ -126,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         world=join_world() if len(steps) > 1 else None,
         when_warm=protection.steady if protection else lambda: None,
     )  # fmt: skip
+    for line in pipeline.describe_links():
+        say(line)
     started = time.monotonic()
     pipeline.start()
     losses, parts, tokens = [], {}, 0
@@ -147,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"reserved from step 20 on, GiB: {sorted({round(r / 2**30, 3) for _, r in memory[20:]})}")
         for device in {*args.targets, *args.drafters}:
             say(f"allocator retries {device}: {torch.cuda.memory_stats(device)['num_alloc_retries']}")
-        protection.counters.snapshot()
+        torch.compiler.set_stance("default")
     alone(args, loader, targets[0], steps[0])
     if protection is not None:
         protection.end()
@@ -158,8 +168,9 @@ def drain(pipeline: Pipeline, losses: list[float], parts: dict[int, Any], replic
     while True:
         try:
             item = pipeline.reports.get(timeout=0.02)
-        except Exception:  # queue.Empty: nothing more for now
+        except queue.Empty:
             return tokens
+        pipeline.watchdog.beat()
         if isinstance(item, WarmedUp):
             say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.2f} s")
         elif isinstance(item, StepDone):

@@ -148,6 +148,8 @@ class Control:
 
     def _watch(self) -> int:
         pipeline = self.pipeline
+        for line in pipeline.describe_links():
+            self.say(line)
         pipeline.start()
         try:
             while pipeline.is_running() and pipeline.crew.first_error is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blockdraft.config import ConfigError
 from blockdraft.data.anchors import block_labels, eligible_anchors, sample_anchors
-from blockdraft.data.packing import FillPlan, PaddingShare, Placed, epoch_plan, padding_share, shapes_of
+from blockdraft.data.packing import Bucket, FillPlan, PaddingShare, Placed, epoch_plan, padding_share, shapes_of
 
 if TYPE_CHECKING:
     # Only its type: whoever brings documents of another kind need not install `datasets`.
@@ -132,7 +132,6 @@ class Loader:
             )
         self.lengths = store.lengths[self.documents]
         plans = list(self._epoch(0))
-        self.shapes = shapes_of(plans)
         self.counts = LoaderCounts(
             documents=len(store),
             skipped_unanchored=len(store) - len(self.documents),
@@ -187,6 +186,14 @@ class Loader:
             while waiting and all(not missing[one.step] for one in waiting[0].passes):
                 yield self._stamp(waiting.popleft(), totals)
         assert not waiting, "a step was cut short"
+
+    def shapes_until(self, total_steps: int) -> list[Bucket]:
+        """Every shape that the target meets before `total_steps`, largest first. Reads lengths only."""
+        last = total_steps * self.config.per_drafter // self.config.reuse * self.config.num_drafters
+        fills = last + self.config.num_drafters
+        if self.config.keep_features:
+            fills = min(fills, self.counts.fills)
+        return shapes_of([plan for _, plan in itertools.islice(self._plans(), fills)])
 
     def tokens_before(self, first_step: int) -> int:
         """Document tokens that all drafters together have trained on before `first_step`."""

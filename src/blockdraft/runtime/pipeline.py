@@ -18,10 +18,13 @@ from blockdraft.data.loader import Fill, Loader, MicroBatch, TargetBatch
 from blockdraft.models.target import Target
 from blockdraft.runtime.channel import Channel, Stopped
 from blockdraft.runtime.distributed import GradientSum, World
-from blockdraft.runtime.slots import Filler, KeptFeatures, Slot
+from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
 from blockdraft.training.metrics import StepSums, unflatten_sums
 from blockdraft.training.step import Blocks, DrafterStep
+
+WARM_UP_SECONDS = 1800.0
+"""A start-up in which nothing is reported for this long has hung: one compilation or load can take many minutes."""
 
 
 class StepDone(NamedTuple):
@@ -102,7 +105,7 @@ class Pipeline:
             pairs=config.topology != "pool",
         )
         self.crew = Crew(self.channel)
-        self.watchdog = Watchdog(self.channel, config.stall_seconds)
+        self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
         self.reports: queue.SimpleQueue[StepDone | WarmedUp] = queue.SimpleQueue()
         self._compile_lock = threading.Lock()
         self._warm = threading.Semaphore(0)
@@ -112,11 +115,16 @@ class Pipeline:
         rows, length = loader.config.num_rows, loader.config.row_length
         self._with_final = steps[0].loss_config.needs_final_states
         width = targets[0].hidden_size * (len(targets[0].layer_ids) + self._with_final)
+        self.shapes = loader.shapes_until(total_steps)
         self.kept = KeptFeatures() if config.keep_features else None
         self.slots = [
             [Slot(rows, length, width, targets[0].dtype, step.drafter.device) for _ in range(config.channel_depth)]
             for step in steps
         ]
+        self._is_on_gpu = any(
+            device.type == "cuda"
+            for device in [target.device for target in targets] + [slots[0].device for slots in self.slots]
+        )
         self.workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1)]
         for i, target in enumerate(targets):
             self.workers.append(Worker(f"target {i}", target.device, self._target_body(i), cpu_threads))
@@ -133,6 +141,7 @@ class Pipeline:
         if not self._go.is_set() and all(worker.warm for worker in self.workers):
             self.when_warm()
             self.started = time.monotonic()
+            self.watchdog.begin_steady()
             self._go.set()
         return self.crew.is_alive()
 
@@ -167,6 +176,11 @@ class Pipeline:
         limit = "target" if busy.target > busy.drafter else "drafter"
         return [*lines, f"the {limit} side limits this run"]
 
+    def describe_links(self) -> list[str]:
+        """How features reach each drafter from each target on another device."""
+        pairs = {(target.device, slots[0].device) for target in self.targets for slots in self.slots}
+        return [describe_link(source, to) for source, to in sorted(pairs, key=str) if source != to]
+
     # Bodies, each in its own thread
 
     def _begin(self, worker: Worker) -> None:
@@ -182,7 +196,7 @@ class Pipeline:
             for fill in self.loader.fills(self.first_step, self.total_steps):
                 worker.step = fill.passes[0].step
                 self.delay(worker.name, fill.number)
-                yield fill
+                yield pinned(fill) if self._is_on_gpu else fill
 
         self.channel.feed(fills())
 
@@ -277,16 +291,39 @@ class Pipeline:
             self.at_boundary(step_number + 1)
 
     def _warm_target(self, worker: Worker, filler: Filler, index: int) -> None:
-        slot = self.slots[index if self.config.topology != "pool" else 0][0]
-        for bucket in self.loader.shapes:
+        reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
+        # Buffers and links to every drafter's device come with the first shape; all others need one slot only.
+        waiting = list({slots[0].device: slots[0] for slots in reached}.values())
+        for bucket in self.shapes:
             started = time.perf_counter()
             ids_BP = torch.zeros(bucket, dtype=torch.long)
-            trash_BP = torch.full(bucket, slot.buffer.shape[0] - 1, dtype=torch.long)
-            filler.fill(slot, Fill(-1, -1, (TargetBatch(ids_BP, trash_BP),), (0,) * self.loader.config.num_rows, ()))
+            trash_BP = torch.full(bucket, waiting[0].buffer.shape[0] - 1, dtype=torch.long)
+            empty = Fill(-1, -1, (TargetBatch(ids_BP, trash_BP),), (0,) * self.loader.config.num_rows, ())
+            for slot in waiting:
+                filler.fill(slot, empty)
+            del waiting[1:]
             if worker.device.type == "cuda":
                 torch.cuda.synchronize(worker.device)
             what = f"{bucket.batch} x {bucket.length} tokens"
             self.reports.put(WarmedUp(worker.name, what, time.perf_counter() - started))
+
+
+def pinned(fill: Fill) -> Fill:
+    """The same fill in page-locked memory: only from there a copy to a GPU does not make its thread wait."""
+    batches = tuple(TargetBatch(*(tensor.pin_memory() for tensor in batch)) for batch in fill.batches)
+    passes = tuple(
+        one._replace(
+            input_ids_RT=one.input_ids_RT.pin_memory(),
+            document_RT=one.document_RT.pin_memory(),
+            position_RT=one.position_RT.pin_memory(),
+            anchor_RA=one.anchor_RA.pin_memory(),
+            label_RAS=one.label_RAS.pin_memory(),
+            supervised_RAS=one.supervised_RAS.pin_memory(),
+            weight_RAS=one.weight_RAS.pin_memory(),
+        )
+        for one in fill.passes
+    )
+    return fill._replace(batches=batches, passes=passes)
 
 
 def to_device(one: MicroBatch, device: torch.device) -> Blocks:

@@ -23,17 +23,25 @@ class Slot:
         self.num_rows, self.row_length = num_rows, row_length
         self.buffer = torch.zeros(num_rows * row_length + 1, width, dtype=dtype, device=device)
         self.device = device
-        self.filled = torch.cuda.Event() if device.type == "cuda" else None
+        self.filled: torch.cuda.Event | None = None
+        """Of the last fill; None when that was finished before it was published."""
         self.drained = torch.cuda.Event() if device.type == "cuda" else None
+        self._filled_on: dict[torch.device, torch.cuda.Event] = {}
 
     @property
     def features_RTC(self) -> Tensor:
         """What the drafter reads, [R, T, C * D]; behind it the final hidden states, where the objective needs them."""
         return self.buffer[:-1].view(self.num_rows, self.row_length, -1)
 
+    def mark_filled(self, stream: torch.cuda.Stream) -> None:
+        """Called by a target after its last write; an event belongs to the device that it is recorded on."""
+        event = self._filled_on.setdefault(stream.device, torch.cuda.Event())
+        event.record(stream)
+        self.filled = event
+
     def await_filled(self) -> None:
         """Makes the drafter's stream wait for the features."""
-        if self.filled is not None:
+        if self.filled is not None and self.device.type == "cuda":
             self.filled.wait(torch.cuda.current_stream(self.device))
 
     def mark_drained(self, poison: bool) -> None:
@@ -82,7 +90,7 @@ class Filler:
         self.device = target.device
         self.num_rows, self.row_length = num_rows, row_length
         self.width = target.hidden_size
-        self.staging: dict[torch.device, _Staging] = {}
+        self.staging: _Staging | None = None
 
     def fill(self, slot: Slot, fill: Fill) -> None:
         """Runs the target over the fill's documents and leaves their features in the slot."""
@@ -90,14 +98,13 @@ class Filler:
             if slot.drained is not None:
                 slot.drained.wait(torch.cuda.current_stream(self.device))
             self._write(slot.buffer, fill)
-            if slot.filled is not None:
-                slot.filled.record(torch.cuda.current_stream(self.device))
+            if self.device.type == "cuda":
+                slot.mark_filled(torch.cuda.current_stream(self.device))
             return
-        staging = self.staging.get(slot.device)
-        if staging is None:
-            staging = self.staging[slot.device] = _Staging(slot, self.device)
-        self._write(staging.ready(), fill)
-        staging.send(slot)
+        if self.staging is None:
+            self.staging = _Staging(slot, self.device)
+        self._write(self.staging.ready(), fill)
+        self.staging.send(slot)
 
     def _write(self, buffer: Tensor, fill: Fill) -> None:
         if self.kept is None or fill.content < 0:
@@ -126,7 +133,7 @@ class Filler:
 
 
 class _Staging:
-    """Two buffers on the target's device, used in turn, and the side stream that empties them."""
+    """Two buffers on the target's device, used in turn, and the side streams that empty them."""
 
     def __init__(self, like: Slot, device: torch.device) -> None:
         self.device = device
@@ -134,6 +141,7 @@ class _Staging:
         self.turn = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.sent = [torch.cuda.Event() for _ in range(2)] if self.stream is not None else None
+        self.arrivals: dict[torch.device, _Arrival] = {}
 
     def ready(self) -> Tensor:
         self.turn = 1 - self.turn
@@ -144,20 +152,67 @@ class _Staging:
     def send(self, slot: Slot) -> None:
         source = self.buffers[self.turn]
         if self.stream is None or self.sent is None:
-            # One side is a CPU: a plain copy, finished when it returns.
+            # From a CPU: a plain copy, finished when it returns.
             if slot.drained is not None:
                 slot.drained.synchronize()
             slot.buffer.copy_(source)
-            if slot.filled is not None:
-                slot.filled.record(torch.cuda.current_stream(slot.device))
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if slot.device.type != "cuda":
+            with torch.cuda.stream(self.stream):
+                slot.buffer.copy_(source)
+                self.sent[self.turn].record(self.stream)
+            self.stream.synchronize()
+            return
+        arrival = self.arrivals.get(slot.device)
+        if arrival is None:
+            arrival = self.arrivals[slot.device] = _Arrival(source, self.device, slot.device)
+        arrival.copy(source, self.stream, self.sent[self.turn], slot)
+
+
+class _Arrival:
+    """Copies from one GPU to another: directly, or through page-locked host memory where they cannot reach each other.
+
+    The receiving device has a side stream too: torch makes a copy wait for the current stream of both devices, and the
+    drafter's own one has its next step queued.
+    """
+
+    def __init__(self, like: Tensor, source: torch.device, to: torch.device) -> None:
+        self.stream = torch.cuda.Stream(to)
+        self.host: Tensor | None = None
+        if not can_reach(source, to):
+            self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        self.landed = torch.cuda.Event()
+
+    def copy(self, source: Tensor, stream: torch.cuda.Stream, sent: torch.cuda.Event, slot: Slot) -> None:
+        assert slot.drained is not None
+        with torch.cuda.stream(self.stream), torch.cuda.stream(stream):
+            if self.host is None:
+                slot.drained.wait(stream)
+                slot.buffer.copy_(source, non_blocking=True)
+                sent.record(stream)
+                slot.mark_filled(stream)
+                return
+            self.landed.wait(stream)
+            self.host.copy_(source, non_blocking=True)
+            sent.record(stream)
         with torch.cuda.stream(self.stream):
-            if slot.drained is not None:
-                slot.drained.wait(self.stream)
-            slot.buffer.copy_(source, non_blocking=slot.device.type == "cuda")
-            self.sent[self.turn].record(self.stream)
-            if slot.filled is not None:
-                slot.filled.record(self.stream)
-            else:
-                self.stream.synchronize()
+            sent.wait(self.stream)
+            slot.drained.wait(self.stream)
+            slot.buffer.copy_(self.host, non_blocking=True)
+            self.landed.record(self.stream)
+            slot.mark_filled(self.stream)
+
+
+def can_reach(source: torch.device, to: torch.device) -> bool:
+    """Whether one GPU may write into another's memory."""
+    return torch.cuda.can_device_access_peer(source, to)
+
+
+def describe_link(source: torch.device, to: torch.device) -> str:
+    """How features travel from a target's device to a drafter's, for the log."""
+    if source.type != "cuda" or to.type != "cuda":
+        return f"{source} to {to}: copied through host memory"
+    if can_reach(source, to):
+        return f"{source} to {to}: peer access, copied directly"
+    return f"{source} to {to}: no peer access, copied through page-locked host memory"

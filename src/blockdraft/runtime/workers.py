@@ -122,11 +122,17 @@ def _prepare_thread(worker: Worker) -> None:
 
 
 class Watchdog:
-    """Prints every thread's stack when the channel has not moved for a set time."""
+    """Prints every thread's stack when the channel has not moved for a set time; start-up has a time of its own."""
 
-    def __init__(self, channel: Channel, seconds: float) -> None:
-        self.channel, self.seconds = channel, seconds
+    def __init__(self, channel: Channel, seconds: float, warm_up_seconds: float | None = None) -> None:
+        """Without `warm_up_seconds` the steady state is there from the beginning."""
+        self.channel, self.steady_seconds = channel, seconds
+        self.seconds = seconds if warm_up_seconds is None else max(seconds, warm_up_seconds)
         self._seen, self._since = -1, time.monotonic()
+
+    def begin_steady(self) -> None:
+        """Says that start-up, compiling included, is over."""
+        self.seconds, self._since = self.steady_seconds, time.monotonic()
 
     def beat(self) -> None:
         """Says that something else moved: a step, an evaluation, a warm-up."""

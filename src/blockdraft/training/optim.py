@@ -73,23 +73,27 @@ class MasterOptimizer:
     def step(self, scale: float) -> Tensor:
         """Clips, updates the masters at `scale` of the peak learning rate, copies them into the weights.
 
-        Returns the gradient's norm before clipping. A step whose norm is not finite changes no master and no moment.
+        Returns the gradient's norm before clipping. A step whose norm is not finite changes no master and no moment;
+        AdamW's kernel finds that out on the device, so nothing waits for the norm. Muon has to.
         """
         gradients = self.gradients()
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         torch._foreach_mul_(gradients, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
-        is_finite = bool(torch.isfinite(norm))
-        if is_finite:
-            for name, part in self.parts.items():
-                for group in part.param_groups:
-                    group["lr"] = self.peaks[name] * scale
+        is_lost = (~torch.isfinite(norm)).float()
+        for name, part in self.parts.items():
+            for group in part.param_groups:
+                group["lr"] = self.peaks[name] * scale
+            if isinstance(part, torch.optim.Muon):
+                if not bool(is_lost):
+                    part.step()
+            else:
+                # What the fused kernels read: 1 leaves everything as it is.
+                part.found_inf = is_lost  # type: ignore[attr-defined]
                 part.step()
-            if self._owns_masters:
-                torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
-        else:
-            self.skipped += 1
-        for gradient in gradients:
-            gradient.zero_()
+        if self._owns_masters:
+            torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
+        self.skipped += is_lost
+        torch._foreach_zero_(gradients)
         return norm
 
     @torch.no_grad()

@@ -272,8 +272,11 @@ def test_epochs_become_steps():
     assert loader.steps_for(0.0001) == 1
 
 
-def test_every_shape_of_a_target_batch_was_announced():
-    # Warm-up runs the target on loader.shapes; a shape that first comes later would be tuned for in mid-run.
-    loader = Loader(store_of(LENGTHS), config(keep_features=True))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "changes", [{"keep_features": True}, {}, {"reuse": 3, "accumulation": 4}, {"num_drafters": 2, "accumulation": 6}]
+)
+def test_every_shape_of_a_target_batch_was_announced(changes):
+    # Warm-up runs the target on these; a shape that first comes later would be tuned for in mid-run.
+    loader = Loader(store_of(LENGTHS), config(**changes))  # type: ignore[arg-type]
     met = {tuple(batch.input_ids_BP.shape) for fill in loader.fills(0, 40) for batch in fill.batches}
-    assert met <= set(map(tuple, loader.shapes))
+    assert met <= set(map(tuple, loader.shapes_until(40)))
