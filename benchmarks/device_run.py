@@ -24,10 +24,11 @@ from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.drafter import Drafter, derive_shape
 from blockdraft.models.target import Target
 from blockdraft.runtime.distributed import join_world
-from blockdraft.runtime.pipeline import Pipeline, StepDone, WarmedUp, to_device
+from blockdraft.runtime.pipeline import Pipeline, to_device
+from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.startup import Protection
-from blockdraft.training.metrics import add_sums, report
+from blockdraft.training.metrics import report
 from blockdraft.training.step import DrafterStep, MakeAttend
 
 TARGETS = {
@@ -138,12 +139,12 @@ def run(args: argparse.Namespace) -> int:
         say(line)
     started = time.monotonic()
     pipeline.start()
-    losses, parts, tokens = [], {}, 0
+    losses, tokens = [], 0
     while pipeline.is_running() and pipeline.crew.first_error is None:
-        tokens = drain(pipeline, losses, parts, len(steps), tokens)
+        tokens = drain(pipeline, losses, tokens)
         pipeline.watchdog.check()
     pipeline.crew.join()
-    tokens = drain(pipeline, losses, parts, len(steps), tokens)
+    tokens = drain(pipeline, losses, tokens)
     elapsed = time.monotonic() - pipeline.started
     rate = tokens / elapsed
     say(f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {rate:,.0f} tok/s")
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def drain(pipeline: Pipeline, losses: list[float], parts: dict[int, Any], replicas: int, tokens: int) -> int:
+def drain(pipeline: Pipeline, losses: list[float], tokens: int) -> int:
     while True:
         try:
             item = pipeline.reports.get(timeout=0.02)
@@ -175,15 +176,8 @@ def drain(pipeline: Pipeline, losses: list[float], parts: dict[int, Any], replic
             say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.2f} s")
         elif isinstance(item, StepDone):
             sums, _ = item.read(15)
-            seen = parts.setdefault(item.step, [])
-            seen.append(sums)
-            if item.drafter == 0:
-                tokens = item.tokens * replicas
-            if len(seen) == replicas:
-                total = seen[0]
-                for other in seen[1:]:
-                    total = add_sums(total, other)
-                losses.append(report(total).loss)
+            tokens = item.tokens
+            losses.append(report(sums).loss)
 
 
 def alone(args: argparse.Namespace, loader: Loader, target: Target, step: DrafterStep) -> None:

@@ -25,11 +25,12 @@ from blockdraft.decoding.acceptance import Acceptance
 from blockdraft.decoding.replay import replay
 from blockdraft.models.target import choose_dtype
 from blockdraft.runtime.distributed import is_several_nodes, join_world
-from blockdraft.runtime.pipeline import Delay, Pipeline, StepDone, WarmedUp, no_delay
+from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
+from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.checkpoint import check_resumable, check_shape, read_state, resume_into, save_checkpoint
-from blockdraft.training.metrics import StepReport, StepSums, add_sums, report
+from blockdraft.training.metrics import StepReport, report
 from blockdraft.training.step import DrafterStep
 
 POLL_SECONDS = 0.05
@@ -62,8 +63,6 @@ class Control:
         self._evaluations: queue.SimpleQueue[Evaluated] = queue.SimpleQueue()
         self._interrupts = 0
         self._saved_step = -1
-        self._partial: dict[int, list[tuple[StepSums, float]]] = {}
-        self._tokens: dict[int, int] = {}
         self._tokens_before = 0
         self._line_time, self._line_tokens, self._line_step = time.monotonic(), 0, 0
         self.reports: list[StepReport] = []
@@ -225,16 +224,8 @@ class Control:
         if isinstance(item, WarmedUp):
             self.say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.1f} s")
             return
-        num_slots = self.config.drafter.block_size - 1
-        parts = self._partial.setdefault(item.step, [])
-        parts.append(item.read(num_slots))
-        self._tokens[item.drafter] = item.tokens
-        if len(parts) == len(self.built.steps):
-            del self._partial[item.step]
-            sums = parts[0][0]
-            for other, _ in parts[1:]:
-                sums = add_sums(sums, other)
-            self._log_step(item, report(sums), parts[0][1])
+        sums, grad_norm = item.read(self.config.drafter.block_size - 1)
+        self._log_step(item, report(sums), grad_norm)
 
     def _log_step(self, item: StepDone, found: StepReport, grad_norm: float) -> None:
         config, steps_done = self.config, item.step + 1
@@ -250,7 +241,7 @@ class Control:
         }
         for tracker in self.trackers:
             tracker.log(steps_done, values)
-        tokens = self._tokens_before + sum(self._tokens.values())
+        tokens = self._tokens_before + item.tokens
         line = values | {
             "accuracy_per_slot": [round(value, 4) for value in found.accuracy_per_slot],
             "tokens": tokens,

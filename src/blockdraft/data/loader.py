@@ -45,6 +45,8 @@ class MicroBatch(NamedTuple):
     """Whether it is its drafter's last of the step."""
     denominator: float
     """The whole step's sum of weights, over all drafters."""
+    step_tokens: int
+    """Document tokens of the whole step, over all drafters."""
     input_ids_RT: Tensor
     document_RT: Tensor
     position_RT: Tensor
@@ -80,11 +82,16 @@ class LoaderConfig:
     after_gap: bool
     seed: int
     num_drafters: int
+    """Of all nodes together."""
     accumulation: int
     """Micro-batches of a step, over all drafters."""
     reuse: int
     keep_features: bool = False
     """Every epoch has the slots of the first, in another order, so that their features can be kept."""
+    first_drafter: int = 0
+    """First of this node's drafters."""
+    drafters_here: int | None = None
+    """How many this node has; None means all. Only their fills are handed out."""
 
     def __post_init__(self) -> None:
         if self.accumulation % self.num_drafters:
@@ -93,10 +100,22 @@ class LoaderConfig:
                 f"({self.num_drafters}): it counts the micro-batches of a step over all drafters"
             )
 
+    def is_here(self, number: int) -> bool:
+        """Whether this node's drafters train on a fill."""
+        here = self.num_drafters if self.drafters_here is None else self.drafters_here
+        return 0 <= number % self.num_drafters - self.first_drafter < here
+
     @property
     def per_drafter(self) -> int:
         """Micro-batches of a step for each drafter."""
         return self.accumulation // self.num_drafters
+
+
+class _Totals(NamedTuple):
+    """Of one step, over all drafters."""
+
+    weight: float
+    tokens: int
 
 
 class LoaderCounts(NamedTuple):
@@ -165,12 +184,13 @@ class Loader:
             yield from ((int(chosen), first[chosen]) for chosen in order)
 
     def fills(self, first_step: int, total_steps: int) -> Iterator[Fill]:
-        """Fills in order, from the one that holds the first micro-batch of `first_step` to the last step's.
+        """Fills of this node in order, from the one with the first micro-batch of `first_step` to the last step's.
 
-        A fill's passes that belong to steps outside the range are left out.
+        A fill's passes that belong to steps outside the range are left out. Other nodes' fills are made too, since the
+        step's totals are over all of them.
         """
         config, waiting = self.config, deque[Fill]()
-        totals: dict[int, float] = {}
+        totals: dict[int, _Totals] = {}
         missing: dict[int, int] = {}
         for number, (content, plan) in enumerate(self._plans()):
             if self._steps_of(number)[0] >= total_steps:
@@ -181,10 +201,14 @@ class Loader:
             fill = self._materialise(number, content, plan, first_step, total_steps)
             waiting.append(fill)
             for one in fill.passes:
-                totals[one.step] = totals.get(one.step, 0.0) + float(one.weight_RAS.sum(dtype=torch.float64))
+                weight, tokens = totals.get(one.step, _Totals(0.0, 0))
+                weight += float(one.weight_RAS.sum(dtype=torch.float64))
+                totals[one.step] = _Totals(weight, tokens + sum(fill.used_R))
                 missing[one.step] = missing.get(one.step, config.accumulation) - 1
             while waiting and all(not missing[one.step] for one in waiting[0].passes):
-                yield self._stamp(waiting.popleft(), totals)
+                ready = waiting.popleft()
+                if config.is_here(ready.number):
+                    yield self._stamp(ready, totals)
         assert not waiting, "a step was cut short"
 
     def shapes_until(self, total_steps: int) -> list[Bucket]:
@@ -211,9 +235,12 @@ class Loader:
         return [(first + i) // self.config.per_drafter for i in range(self.config.reuse)]
 
     @staticmethod
-    def _stamp(fill: Fill, totals: dict[int, float]) -> Fill:
+    def _stamp(fill: Fill, totals: "dict[int, _Totals]") -> Fill:
         # A step without any supervised slot has nothing to divide by; its loss is 0 either way.
-        stamped = tuple(one._replace(denominator=totals[one.step] or 1.0) for one in fill.passes)
+        stamped = tuple(
+            one._replace(denominator=totals[one.step].weight or 1.0, step_tokens=totals[one.step].tokens)
+            for one in fill.passes
+        )
         return fill._replace(passes=stamped)
 
     def _materialise(self, number: int, content: int, plan: FillPlan, first_step: int, total_steps: int) -> Fill:
@@ -275,6 +302,7 @@ class Loader:
             step=step,
             is_last=(local + 1) % config.per_drafter == 0,
             denominator=0.0,
+            step_tokens=0,
             input_ids_RT=torch.from_numpy(input_ids_RT),
             document_RT=torch.from_numpy(document_RT),
             position_RT=torch.from_numpy(position_RT),

@@ -35,8 +35,20 @@ class Waited(NamedTuple):
 class Channel:
     """Connects the loader, M targets and N drafters. `pairs` ties target i to drafter i."""
 
-    def __init__(self, *, num_targets: int, num_drafters: int, depth: int, pairs: bool, queue_limit: int = 8) -> None:
+    def __init__(
+        self,
+        *,
+        num_targets: int,
+        num_drafters: int,
+        depth: int,
+        pairs: bool,
+        queue_limit: int = 8,
+        first_drafter: int = 0,
+        all_drafters: int | None = None,
+    ) -> None:
+        """With several nodes: this one's first drafter among `all_drafters`."""
         self.num_drafters, self.depth, self.pairs = num_drafters, depth, pairs
+        self.first_drafter, self.all_drafters = first_drafter, all_drafters or num_drafters
         self._changed = threading.Condition()
         lanes = num_drafters if pairs else 1
         self._queued: list[deque[Fill]] = [deque() for _ in range(lanes)]
@@ -47,6 +59,7 @@ class Channel:
         self._filled: list[dict[int, Fill]] = [{} for _ in range(num_drafters)]
         self._handed_out = [0] * num_drafters
         self._taken = [0] * num_drafters
+        self._waiting_to_meet, self._meetings = 0, 0
         self.target_waits = [Waited(0.0, 0.0)] * num_targets
         self.drafter_waits = [Waited(0.0, 0.0)] * num_drafters
         self.moves = 0
@@ -63,13 +76,17 @@ class Channel:
         if self._stopped:
             raise Stopped
 
+    def drafter_of(self, number: int) -> int:
+        """The drafter of this node that a fill goes to."""
+        return number % self.all_drafters - self.first_drafter
+
     # Loader side
 
     def feed(self, fills: Iterator[Fill]) -> None:
         """Queues every fill, in order; blocks while the queue is full."""
         for fill in fills:
             with self._changed:
-                lane = self._queued[fill.number % len(self._queued)]
+                lane = self._queued[self.drafter_of(fill.number) if self.pairs else 0]
                 while len(lane) >= self._queue_limit and not self._stopped:
                     self._wait()
                 if self._stopped:
@@ -99,14 +116,14 @@ class Channel:
                 if not lane:
                     self._wait()
                     for_input += time.perf_counter() - started
-                elif not self._has_room(lane[0].number % self.num_drafters):
+                elif not self._has_room(self.drafter_of(lane[0].number)):
                     self._wait()
                     handing += time.perf_counter() - started
                 else:
                     break
                 started = time.perf_counter()
             fill = lane.popleft()
-            drafter = fill.number % self.num_drafters
+            drafter = self.drafter_of(fill.number)
             slot = self._handed_out[drafter] % self.depth
             self._handed_out[drafter] += 1
             waited = self.target_waits[target]
@@ -148,6 +165,28 @@ class Channel:
         with self._changed:
             self._released[drafter] += 1
             self._moved()
+
+    def meet(self) -> None:
+        """Returns when every drafter of this process has come here: none then waits for another in a collective."""
+        with self._changed:
+            if self._stopped:
+                raise Stopped
+            meeting = self._meetings
+            self._waiting_to_meet += 1
+            if self._waiting_to_meet == self.num_drafters:
+                self._waiting_to_meet = 0
+                self._meetings += 1
+                self._moved()
+            while self._meetings == meeting:
+                if self._stopped:
+                    raise Stopped
+                self._changed.wait()
+
+    def check(self) -> None:
+        """Raises Stopped when the run is ending."""
+        with self._changed:
+            if self._stopped:
+                raise Stopped
 
     def in_flight(self) -> int:
         """Slots that are filled and not yet taken."""

@@ -1,11 +1,15 @@
 """Summing gradients between drafter threads: each owns a process group, built directly, without a default group.
 
-rank = node * drafters_per_node + i. gloo on CPUs, NCCL on GPUs. A TCPStore joins the nodes that torchrun started.
+rank = node * drafters_per_node + i. gloo on CPUs, NCCL on GPUs. With several nodes, one process each, started by
+torchrun, a TCPStore joins them; with one, a HashStore joins its threads.
 """
 
 import os
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -17,15 +21,156 @@ from blockdraft.config import ConfigError
 c10d: Any = torch.distributed
 
 BUCKET_BYTES = 64 * 2**20
+SUM_SECONDS = 60.0
+"""Drafters enter a sum together, so it lasts as long as the slowest node's micro-batches (decision 0006)."""
+LOST_SECONDS = 60.0
+"""A node that has not been heard of for this long is taken for dead."""
+JOIN_SECONDS = 1800.0
+"""Longest wait for another node's start-up."""
+BEAT_SECONDS = 1.0
+POLL_SECONDS = 0.002
 
 
-class World(NamedTuple):
-    """Where this process stands among those of the run."""
+class NodeLost(RuntimeError):
+    """Another process of this run ended, or is not heard of any more."""
 
-    node: int
-    num_nodes: int
-    store: Any
-    """torch.distributed store that all drafters of all nodes meet at."""
+
+class World:
+    """This process among those of the run. With one node everything but `store` is a no-op.
+
+    Only its control thread and its drafter 0 use it, each its own client of the store.
+    """
+
+    def __init__(self, node: int, num_nodes: int, store: Any) -> None:
+        """`store`: what all drafters of all nodes meet at."""
+        self.node, self.num_nodes, self.store = node, num_nodes, store
+        self._control = store.clone() if num_nodes > 1 else store
+        self._lead = store.clone() if num_nodes > 1 else store
+        self._is_ready = False
+        self._beats, self._beat_time = 0, 0.0
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    # In control's thread
+
+    def agree(self, name: str, value: str, seconds: float = JOIN_SECONDS) -> None:
+        """Refuses to go on when this node's value is not node 0's.
+
+        Raises:
+            ConfigError: it is another.
+            NodeLost: node 0 did not say its own in time.
+        """
+        if self.num_nodes == 1:
+            return
+        key, deadline = f"agree/{name}", time.monotonic() + seconds
+        if self.node == 0:
+            self._ask(lambda: self._control.set(key, value))
+            return
+        while not self._ask(lambda: self._control.check([key])):
+            self.check_failure()
+            if time.monotonic() > deadline:
+                raise NodeLost(f"node 0 did not come this far within {seconds:.0f} s")
+            time.sleep(0.05)
+        expected = self._ask(lambda: self._control.get(key)).decode()
+        if value != expected:
+            raise ConfigError(f"{name}: node 0 has {expected}, node {self.node} has {value}; all nodes need the same")
+
+    def is_everyone_ready(self) -> bool:
+        """Says that this node is ready; whether all are. Does not wait."""
+        if self.num_nodes == 1:
+            return True
+        more = 0 if self._is_ready else 1
+        self._is_ready = True
+        return bool(self._ask(lambda: self._control.add("ready", more)) == self.num_nodes)
+
+    def beat(self) -> None:
+        """Says once a second that this node lives, and looks whether the others do.
+
+        Raises:
+            NodeLost: one has failed, or has been silent for LOST_SECONDS.
+        """
+        now = time.monotonic()
+        if self.num_nodes == 1 or now - self._beat_time < BEAT_SECONDS:
+            return
+        self._beat_time = now
+        self._ask(lambda: self._control.add(f"alive/{self.node}", 1))
+        self.check_failure()
+        for node in range(self.num_nodes):
+            count = self._count(f"alive/{node}")
+            seen, since = self._heard.get(node, (-1, now))
+            if count != seen:
+                self._heard[node] = count, now
+            elif count and now - since > LOST_SECONDS:
+                raise NodeLost(f"node {node} has not been heard of for {LOST_SECONDS:.0f} s; the run cannot go on")
+
+    def fail(self, message: str) -> None:
+        """Tells the other nodes why this one ends."""
+        if self.num_nodes > 1:
+            text = f"node {self.node} failed: {message.strip().splitlines()[0]}"
+            try:
+                if not self._control.check(["failed"]):
+                    self._control.set("failed", text)
+            except RuntimeError:
+                # The store went away with its node: nobody is left to tell.
+                return
+
+    def check_failure(self) -> None:
+        """Raises NodeLost when another node has failed."""
+        if self.num_nodes > 1 and self._ask(lambda: self._control.check(["failed"])):
+            raise NodeLost(self._ask(lambda: self._control.get("failed")).decode())
+
+    def want_stop(self) -> None:
+        """Asks node 0 to end the run after its next step."""
+        if self.num_nodes > 1:
+            self._ask(lambda: self._control.add("stop", 1))
+
+    def part(self) -> None:
+        """The last exchange: whoever keeps the store leaves when all others have."""
+        if self.num_nodes == 1:
+            return
+        deadline = time.monotonic() + LOST_SECONDS
+        gone = self._ask(lambda: self._control.add("gone", 1))
+        while self.node == 0 and gone < self.num_nodes and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gone = self._ask(lambda: self._control.add("gone", 0))
+
+    def _count(self, key: str) -> int:
+        return int(self._ask(lambda: self._control.add(key, 0)))
+
+    # In drafter 0's thread
+
+    def is_stop_wanted(self) -> bool:
+        """Whether some node asked for it; read by node 0."""
+        return self.num_nodes > 1 and bool(self._ask(lambda: self._lead.add("stop", 0)))
+
+    def lead(self, step: int, last_step: int) -> None:
+        """Node 0: says that it has come to the sum of `step`, and which step is the last."""
+        if self.num_nodes > 1:
+            self._ask(lambda: self._lead.set("lead", f"{step} {last_step}"))
+
+    def follow(self, step: int, while_waiting: Callable[[], None]) -> int:
+        """Other nodes: waits until node 0 has come to the sum of `step` (it saves and evaluates); the last step."""
+        while True:
+            if self._ask(lambda: self._lead.check(["lead"])):
+                reached, last_step = map(int, self._ask(lambda: self._lead.get("lead")).split())
+                if reached >= step:
+                    return last_step
+            while_waiting()
+            time.sleep(POLL_SECONDS)
+
+    def finish(self, while_waiting: Callable[[], None]) -> None:
+        """Waits until every node's drafters have their last sum."""
+        done = self._ask(lambda: self._lead.add("done", 1)) if self.num_nodes > 1 else 1
+        while done < self.num_nodes:
+            while_waiting()
+            time.sleep(POLL_SECONDS)
+            done = self._ask(lambda: self._lead.add("done", 0))
+
+    @staticmethod
+    def _ask(question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError as error:
+            raise NodeLost(f"the store that joins the nodes is gone, and node 0 with it: {error}") from error
 
 
 def is_several_nodes() -> bool:
@@ -33,53 +178,94 @@ def is_several_nodes() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def this_node() -> int:
+    """Number of this process among those of the run; 0 without torchrun."""
+    return int(os.environ["RANK"]) if is_several_nodes() else 0
+
+
+def num_nodes() -> int:
+    """Processes of the run, one a node."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_world(timeout_s: float = 300.0) -> World:
-    """Reads what torchrun left in the environment; alone in the world without it.
+    """Joins the processes that torchrun started, by what it left in the environment; alone without it.
 
     Raises:
         ConfigError: torchrun started several processes on one node.
+        NodeLost: the others did not come in time.
     """
-    num_nodes = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_nodes == 1:
+    if not is_several_nodes():
         return World(0, 1, c10d.HashStore())
-    node = int(os.environ["RANK"])
-    store = c10d.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]) + 1,
-        num_nodes,
-        is_master=node == 0,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return World(node, num_nodes, store)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here != 1:
+        raise ConfigError(
+            f"one process drives all devices of a node: expected torchrun --nproc-per-node 1, found {here}; name the "
+            "node's devices in runtime.targets and runtime.drafters"
+        )
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        store, node, size = next(c10d.rendezvous("env://", timeout=timeout))
+    except RuntimeError as error:
+        raise NodeLost(f"the other nodes did not come within {timeout_s:.0f} s: {error}") from error
+    return World(node, size, c10d.PrefixStore("blockdraft", store))
 
 
 class GradientSum:
     """One drafter thread's end of the sum over all drafters; built and used in that thread."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        self.device, self.rank = device, rank
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`meet`: called before each sum; returns when all drafters of this process are there, or raises."""
+        self.device, self.rank, self.size, self.timeout_s, self.meet = device, rank, size, timeout_s, meet
         kept = c10d.PrefixStore("drafters", store)
         timeout = timedelta(seconds=timeout_s)
         if device.type == "cuda":
+            # NCCL's own watchdog would end the whole process; control ends the run instead.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self.group: Any = c10d.ProcessGroupNCCL(kept, rank, size, options)
         else:
             self.group = c10d.ProcessGroupGloo(kept, rank, size, timeout)
 
-    def __call__(self, gradients: list[Tensor]) -> None:
-        """Replaces each gradient by its sum over all drafters, in buckets."""
+    def __call__(self, values: list[Tensor]) -> None:
+        """Replaces each tensor by its sum over all drafters, in buckets.
+
+        Raises:
+            NodeLost: another drafter left, or did not come in time.
+        """
+        self.meet()
         options = c10d.AllreduceOptions()
         options.reduceOp = c10d.ReduceOp.SUM
-        for bucket in buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            self.group.allreduce([flat], options).wait()
-            parts = flat.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+        for bucket in buckets(values):
+            flat = torch.cat([value.reshape(-1) for value in bucket])
+            try:
+                self.group.allreduce([flat], options).wait()
+            except RuntimeError as error:
+                raise NodeLost(
+                    f"the sum of gradients over {self.size} drafters failed at drafter {self.rank}: another one ended, "
+                    f"or did not come within {self.timeout_s:.0f} s"
+                ) from error
+            parts = flat.split([value.numel() for value in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(value) for part, value in zip(parts, bucket, strict=True)])
 
     def drop(self) -> None:
         """Leaves the group, which ends the collectives that others wait in with an error."""
         self.group = None
+
+    def abort(self) -> None:
+        """Ends a collective on GPUs that this drafter waits in; called by control. gloo's end with `drop`."""
+        group = self.group
+        if self.device.type == "cuda" and group is not None:
+            threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
 
 def buckets(gradients: list[Tensor]) -> list[list[Tensor]]:

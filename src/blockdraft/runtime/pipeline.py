@@ -11,46 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from blockdraft.config import RuntimeConfig
 from blockdraft.data.loader import Fill, Loader, MicroBatch, TargetBatch
 from blockdraft.models.target import Target
 from blockdraft.runtime.channel import Channel, Stopped
-from blockdraft.runtime.distributed import GradientSum, World
+from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
+from blockdraft.runtime.reports import StepDone, WarmedUp, report_step
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
-from blockdraft.training.metrics import StepSums, unflatten_sums
 from blockdraft.training.step import Blocks, DrafterStep
 
 WARM_UP_SECONDS = 1800.0
 """A start-up in which nothing is reported for this long has hung: one compilation or load can take many minutes."""
-
-
-class StepDone(NamedTuple):
-    """One drafter's counts of one step; `flat` is on the host once `ready` has happened."""
-
-    drafter: int
-    step: int
-    flat: Tensor
-    ready: torch.cuda.Event | None
-    lr_scale: float
-    tokens: int
-    """Document tokens that this drafter has trained on so far."""
-
-    def read(self, num_slots: int) -> tuple[StepSums, float]:
-        """Counts and gradient norm."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return unflatten_sums(self.flat[:-1], num_slots), float(self.flat[-1])
-
-
-class WarmedUp(NamedTuple):
-    """A worker has finished one part of its warm-up."""
-
-    worker: str
-    what: str
-    seconds: float
 
 
 class Busy(NamedTuple):
@@ -84,16 +57,18 @@ class Pipeline:
         restore: Callable[[DrafterStep], None] | None = None,
         cpu_threads: int | None = None,
         world: World | None = None,
+        sum_seconds: float = SUM_SECONDS,
         when_warm: Callable[[], None] = lambda: None,
         delay: Delay = no_delay,
     ) -> None:
-        """Takes calls back into the trainer.
+        """Takes calls back into the trainer. `world` joins several drafters; `sum_seconds` is the longest sum.
 
-        `at_boundary(steps_done)`: in drafter 0's thread, after each of its steps; it saves and evaluates.
+        `at_boundary(steps_done)`: in node 0's drafter 0's thread, after each of its steps; it saves and evaluates.
         `when_warm()`: in control's thread, when every worker is warm and none has started.
         `restore(step)`: in each drafter's thread, after its warm-up (which resets moments); it loads a checkpoint.
         """
-        self.world, self.when_warm = world, when_warm
+        self.world, self.sum_seconds, self.when_warm = world, sum_seconds, when_warm
+        self.is_first_node = world is None or world.node == 0
         self.config, self.loader, self.targets, self.steps = config, loader, targets, steps
         self.first_step, self.total_steps = first_step, total_steps
         self.last_step = total_steps - 1
@@ -103,6 +78,8 @@ class Pipeline:
             num_drafters=len(steps),
             depth=config.channel_depth,
             pairs=config.topology != "pool",
+            first_drafter=loader.config.first_drafter,
+            all_drafters=loader.config.num_drafters,
         )
         self.crew = Crew(self.channel)
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
@@ -111,7 +88,7 @@ class Pipeline:
         self._warm = threading.Semaphore(0)
         self._go = threading.Event()
         self._stop_wanted = False
-        self._tokens = [0] * len(steps)
+        self._tokens = 0
         rows, length = loader.config.num_rows, loader.config.row_length
         self._with_final = steps[0].loss_config.needs_final_states
         width = targets[0].hidden_size * (len(targets[0].layer_ids) + self._with_final)
@@ -125,11 +102,16 @@ class Pipeline:
             device.type == "cuda"
             for device in [target.device for target in targets] + [slots[0].device for slots in self.slots]
         )
-        self.workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1)]
-        for i, target in enumerate(targets):
-            self.workers.append(Worker(f"target {i}", target.device, self._target_body(i), cpu_threads))
-        for i, step in enumerate(steps):
-            self.workers.append(Worker(f"drafter {i}", step.drafter.device, self._drafter_body(i), cpu_threads))
+        self.workers = self._make_workers(cpu_threads)
+
+    def _make_workers(self, cpu_threads: int | None) -> list[Worker]:
+        workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1)]
+        for i, target in enumerate(self.targets):
+            workers.append(Worker(f"target {i}", target.device, self._target_body(i), cpu_threads))
+        for i, step in enumerate(self.steps):
+            body, leave = self._drafter_body(i), self._leave(i)
+            workers.append(Worker(f"drafter {i}", step.drafter.device, body, cpu_threads, at_end=leave))
+        return workers
 
     def start(self) -> None:
         """Starts every thread; they warm up and then wait for each other."""
@@ -138,7 +120,8 @@ class Pipeline:
 
     def is_running(self) -> bool:
         """Whether any worker still runs; lets the steady state begin once everybody is warm."""
-        if not self._go.is_set() and all(worker.warm for worker in self.workers):
+        is_warm = not self._go.is_set() and all(worker.warm for worker in self.workers)
+        if is_warm and (self.world is None or self.world.is_everyone_ready()):
             self.when_warm()
             self.started = time.monotonic()
             self.watchdog.begin_steady()
@@ -146,8 +129,16 @@ class Pipeline:
         return self.crew.is_alive()
 
     def ask_to_stop(self) -> None:
-        """Lets every drafter finish the step it is in, and end there."""
+        """Lets every drafter, of all nodes, finish the step it is in, and end there."""
         self._stop_wanted = True
+        if self.world is not None:
+            self.world.want_stop()
+
+    def abort_sums(self) -> None:
+        """Ends the collectives on GPUs that drafters wait in."""
+        for step in self.steps:
+            if isinstance(step.sum_gradients, GradientSum):
+                step.sum_gradients.abort()
 
     def busy_shares(self) -> Busy:
         """Share of the time since steady state began that each side's workers computed, on average."""
@@ -229,26 +220,47 @@ class Pipeline:
                 self.reports.put(WarmedUp(worker.name, "forward, backward, update", time.perf_counter() - started))
             self._begin(worker)
             if self.world is not None:
-                step.sum_gradients = self._join(index, self.world)
-            try:
-                self._train(worker, index)
-            finally:
-                if step.sum_gradients is not None:
-                    # Others wait in the same collective: leaving the group ends their wait.
-                    step.sum_gradients.drop()
+                rank, size = self.loader.config.first_drafter + index, self.loader.config.num_drafters
+                step.sum_gradients = GradientSum(
+                    self.world.store, rank, size, step.drafter.device, self.sum_seconds, self.channel.meet
+                )
+            self._train(worker, index)
+            self._finish_together(index)
 
         return body
 
-    def _join(self, index: int, world: World) -> GradientSum:
-        here = len(self.steps)
-        rank, size = world.node * here + index, world.num_nodes * here
-        return GradientSum(world.store, rank, size, self.steps[index].drafter.device, self.config.stall_seconds)
+    def _leave(self, index: int) -> Callable[[], None]:
+        def leave() -> None:
+            step = self.steps[index]
+            if step.sum_gradients is not None:
+                # Others may wait in the same collective: leaving the group ends their wait.
+                step.sum_gradients.drop()
+                step.sum_gradients = None
+
+        return leave
+
+    def _finish_together(self, index: int) -> None:
+        """Leaves when every drafter has its last sum: a group that is left breaks what others still receive."""
+        if self.world is not None:
+            self.channel.meet()
+            if index == 0:
+                self.world.finish(self._while_waiting)
+            self.channel.meet()
+        if index == 0 and self.last_step < self.total_steps - 1:
+            # Stopped early: the loader and the targets still have work queued.
+            self.channel.stop()
+
+    def _while_waiting(self) -> None:
+        # Other nodes' control says whether they live, so waiting for them is no stall.
+        self.watchdog.beat()
+        self.channel.check()
 
     def _train(self, worker: Worker, index: int) -> None:
-        if index == 0:
+        if index == 0 and self.is_first_node:
             self.at_boundary(self.first_step)
         config = self.loader.config
-        number = self.first_step * config.per_drafter // config.reuse * config.num_drafters + index
+        number = self.first_step * config.per_drafter // config.reuse * config.num_drafters
+        number += config.first_drafter + index
         is_done = False
         while not is_done:
             worker.step = max(self.first_step, number // config.num_drafters * config.reuse // config.per_drafter)
@@ -258,9 +270,6 @@ class Pipeline:
             is_done = self._consume(worker, index, work.fill, self.slots[index][work.slot])
             worker.busy_s += time.perf_counter() - started
             number += config.num_drafters
-        if index == 0 and self.last_step < self.total_steps - 1:
-            # Stopped early: the loader and the targets still have work queued.
-            self.channel.stop()
 
     def _consume(self, worker: Worker, index: int, fill: Fill, slot: Slot) -> bool:
         """Trains on every pass of a fill; returns whether the run's last step is done."""
@@ -270,25 +279,36 @@ class Pipeline:
             worker.step = one.step
             blocks = to_device(one, step.drafter.device)
             step.micro_batch(slot.features_RTC, blocks, one.denominator)
-            self._tokens[index] += sum(fill.used_R)
             if one is fill.passes[-1]:
                 slot.mark_drained(self.config.poison)
                 self.channel.release(index)
             if one.is_last:
-                self._finish(index, one.step)
+                self._finish(index, one)
                 if one.step >= self.last_step:
                     return True
         return False
 
-    def _finish(self, index: int, step_number: int) -> None:
-        if index == 0 and self._stop_wanted and self.last_step == self.total_steps - 1:
-            # Set before this step's gradient sum, so every replica sees it when that sum has ended.
-            self.last_step = step_number
-        step = self.steps[index]
-        sums = step.finish(step_number)
-        self.reports.put(_report(index, step_number, sums, step, self._tokens[index]))
+    def _finish(self, index: int, one: MicroBatch) -> None:
         if index == 0:
-            self.at_boundary(step_number + 1)
+            # Before the drafters meet for this step's sum, so that every one of them knows the last step.
+            self._settle_last_step(one.step)
+        sums = self.steps[index].finish(one.step)
+        if index == 0:
+            self._tokens += one.step_tokens
+            self.reports.put(report_step(one.step, sums, self.steps[index], self._tokens))
+            if self.is_first_node:
+                self.at_boundary(one.step + 1)
+
+    def _settle_last_step(self, step_number: int) -> None:
+        world = self.world
+        if world is not None and world.node > 0:
+            self.last_step = world.follow(step_number, self._while_waiting)
+            return
+        is_wanted = self._stop_wanted or (world is not None and world.is_stop_wanted())
+        if is_wanted and self.last_step == self.total_steps - 1:
+            self.last_step = step_number
+        if world is not None:
+            world.lead(step_number, self.last_step)
 
     def _warm_target(self, worker: Worker, filler: Filler, index: int) -> None:
         reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
@@ -338,19 +358,6 @@ def to_device(one: MicroBatch, device: torch.device) -> Blocks:
         one.weight_RAS,
     )
     return Blocks(*(tensor.to(device, non_blocking=True) for tensor in tensors))
-
-
-def _report(drafter: int, step_number: int, sums: StepSums, step: DrafterStep, tokens: int) -> StepDone:
-    flat = torch.cat([*(part.reshape(-1) for part in sums), step.grad_norm.reshape(-1).float()])
-    scale = step.last_scale
-    if flat.device.type != "cuda":
-        return StepDone(drafter, step_number, flat, None, scale, tokens)
-    # Copied behind the step without waiting for it: control waits instead, so the worker never syncs.
-    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-    host.copy_(flat, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return StepDone(drafter, step_number, host, ready, scale, tokens)
 
 
 def warm_up_drafter(step: DrafterStep, slot: Slot, loader: Loader) -> None:

@@ -38,6 +38,8 @@ class Worker:
     busy_s: float = 0.0
     warm: bool = False
     """Whether its warm-up is over."""
+    at_end: Callable[[], None] = lambda: None
+    """Called in the thread when the body is over and an error of its own is recorded."""
     thread: threading.Thread | None = field(default=None, repr=False)
 
 
@@ -69,6 +71,7 @@ class Crew:
             when = f"in step {worker.step + 1}" if worker.step >= 0 else "before its first step"
             self.fail(f"{worker.name} on {worker.device} died {when}:\n{traceback.format_exc()}")
         finally:
+            worker.at_end()
             self._done.release()
 
     def fail(self, message: str) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class StepSums(NamedTuple):
-    """Sums over the micro-batches of a step, on the device; add them up, over replicas as well."""
+    """Sums over the micro-batches of a step, on the device; added up over replicas at its end."""
 
     loss: Tensor
-    """This replica's share of the step's loss, float32."""
+    """The step's loss, or a replica's share of it, float32."""
     correct_S: Tensor
     """Correct supervised slots by slot, float32."""
     supervised_S: Tensor
@@ -58,8 +58,13 @@ def slot_sums(loss: Tensor, correct_RAS: Tensor, supervised_RAS: Tensor) -> Step
     )
 
 
+def flatten_sums(sums: StepSums) -> Tensor:
+    """All fields in one vector."""
+    return torch.cat([part.reshape(-1) for part in sums])
+
+
 def unflatten_sums(flat: Tensor, num_slots: int) -> StepSums:
-    """Undoes the concatenation of a StepSums' fields."""
+    """Undoes `flatten_sums`."""
     loss, correct_S, supervised_S, accepted, blocks = flat.split([1, num_slots, num_slots, 1, 1])
     return StepSums(loss[0], correct_S, supervised_S, accepted[0], blocks[0])
 

@@ -15,7 +15,7 @@ from blockdraft.models.drafter import Attend, Drafter, DrafterShape
 from blockdraft.models.ends import Ends
 from blockdraft.training.head_loss import choose_slot_loss
 from blockdraft.training.loss import dpace_weights, slot_kl, target_choice, weighted_loss
-from blockdraft.training.metrics import StepSums, add_sums, slot_sums, zero_sums
+from blockdraft.training.metrics import StepSums, add_sums, flatten_sums, slot_sums, unflatten_sums, zero_sums
 from blockdraft.training.optim import MasterOptimizer, lr_scale
 
 
@@ -43,9 +43,9 @@ class MakeAttend(Protocol):
 
 
 class SumGradients(Protocol):
-    """Adds the gradients of all replicas up, in place."""
+    """Adds the tensors of all replicas up, in place."""
 
-    def __call__(self, gradients: list[Tensor]) -> None: ...
+    def __call__(self, values: list[Tensor]) -> None: ...
 
     def drop(self) -> None:
         """Leaves the group of replicas."""
@@ -152,12 +152,14 @@ class DrafterStep:
         return self.slot_loss(drafted_ND, choice_N, self.head, config.chunk_rows)
 
     def finish(self, step: int) -> StepSums:
-        """Sums gradients over replicas, clips, updates; returns this replica's counts and starts new ones."""
+        """Sums gradients and counts over all replicas, clips, updates; returns the counts and starts new ones."""
+        sums, self.sums = self.sums, zero_sums(self.num_slots, self.drafter.device)
         if self.sum_gradients is not None:
-            self.sum_gradients(self.optimizer.gradients())
+            flat = flatten_sums(sums)
+            self.sum_gradients([*self.optimizer.gradients(), flat])
+            sums = unflatten_sums(flat, self.num_slots)
         self.last_scale = lr_scale(step, self.total_steps, self.optim_config)
         self.grad_norm = self.optimizer.step(self.last_scale)
-        sums, self.sums = self.sums, zero_sums(self.num_slots, self.drafter.device)
         return sums
 
     def rehearse(self) -> None:
