@@ -24,7 +24,7 @@ from blockdraft.config import RunConfig, to_json
 from blockdraft.decoding.acceptance import Acceptance
 from blockdraft.decoding.replay import replay
 from blockdraft.models.target import choose_dtype
-from blockdraft.runtime.distributed import is_several_nodes, join_world
+from blockdraft.runtime.distributed import SUM_SECONDS, is_several_nodes, join_world
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
@@ -115,6 +115,7 @@ class Control:
             restore=self._restore if config.resume else None,
             cpu_threads=self._cpu_threads(),
             world=join_world() if len(self.built.steps) > 1 or is_several_nodes() else None,
+            sum_seconds=SUM_SECONDS,
             when_warm=self._when_warm,
             delay=self.delay,
         )
@@ -154,8 +155,11 @@ class Control:
             while pipeline.is_running() and pipeline.crew.first_error is None:
                 self._drain(POLL_SECONDS)
                 pipeline.watchdog.check()
+            if pipeline.crew.first_error is not None:
+                pipeline.abort_sums()
             pipeline.crew.join()
         except BaseException as error:
+            pipeline.abort_sums()
             pipeline.crew.fail(f"control stopped the run: {error!r}")
             if not isinstance(error, WorkerError):
                 # The error is control's own (Stalled, a second Ctrl-C): every thread ends before it is shown.

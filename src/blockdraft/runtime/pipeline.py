@@ -220,6 +220,7 @@ class Pipeline:
                 self.reports.put(WarmedUp(worker.name, "forward, backward, update", time.perf_counter() - started))
             self._begin(worker)
             if self.world is not None:
+                self.channel.meet()
                 rank, size = self.loader.config.first_drafter + index, self.loader.config.num_drafters
                 step.sum_gradients = GradientSum(
                     self.world.store, rank, size, step.drafter.device, self.sum_seconds, self.channel.meet
