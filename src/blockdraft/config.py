@@ -52,6 +52,9 @@ class DrafterConfig:
     init_from: str = ""
     """Published-format export to start from."""
 
+    def __post_init__(self) -> None:
+        _at_least(1, "drafter.num_layers", self.num_layers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -69,6 +72,12 @@ class DataConfig:
     """Documents sorted by length together."""
     target_tokens: int = 8192
     """Token budget of one target batch, padding included."""
+
+    def __post_init__(self) -> None:
+        _at_least(2, "data.row_length", self.row_length)
+        for name, value in (("num_rows", self.num_rows), ("sort_window", self.sort_window)):
+            _at_least(1, f"data.{name}", value)
+        _at_least(1, "data.num_anchors", self.num_anchors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +97,9 @@ class LossConfig:
     """Ids the head is restricted to in training: all, or those that occur in supervised positions of the data."""
     chunk_rows: int = 4096
     """Block tokens that pass through the head at a time."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "loss.chunk_rows", self.chunk_rows)
 
     @property
     def needs_final_states(self) -> bool:
@@ -118,6 +130,14 @@ class OptimConfig:
     """Learning rate at the end, as a share of lr."""
     accumulation: int = 1
     """Micro-batches of a step, over all drafters."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "optim.accumulation", self.accumulation)
+        if not self.clip > 0:
+            raise ConfigError(f"optim.clip must be above 0 (a large number clips nothing), got {self.clip}")
+        for name, value in (("warmup", self.warmup), ("decay", self.decay)):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"optim.{name} is a share of the steps and must lie in 0..1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +175,11 @@ class EvalConfig:
     num_prompts: int = 32
     max_new_tokens: int = 256
 
+    def __post_init__(self) -> None:
+        _at_least(1, "eval.every", self.every)
+        _at_least(1, "eval.num_prompts", self.num_prompts)
+        _at_least(1, "eval.max_new_tokens", self.max_new_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -178,6 +203,18 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("save_every", self.save_every), ("keep_last", self.keep_last)):
+            _at_least(1, name, value)
+        if not self.epochs > 0:
+            raise ConfigError(f"epochs must be above 0, got {self.epochs}")
+
+
+def _at_least(least: int, name: str, value: int | None) -> None:
+    """Refuses a number that would only fail, or train nothing, in the middle of a run."""
+    if value is not None and value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 def to_json(config: RunConfig) -> str:
@@ -212,7 +249,11 @@ def _build(cls: type, values: Any, source: str, prefix: str) -> Any:
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(f"{source}: unknown field {prefix}{unknown[0]}; known here: {', '.join(sorted(known))}")
-    return cls(**{name: _value(hints[name], value, source, prefix + name) for name, value in values.items()})
+    fields = {name: _value(hints[name], value, source, prefix + name) for name, value in values.items()}
+    try:
+        return cls(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def _value(hint: Any, value: Any, source: str, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,31 @@ def test_a_whole_number_is_a_float_where_a_float_is_due() -> None:
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.json: {field}\.? must be"):
+        from_json(json.dumps(values), "run.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"save_every": 0}, "save_every must be at least 1, got 0"),
+        ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs must be above 0"),
+        ({"eval": {"every": 0}}, "eval.every must be at least 1"),
+        ({"eval": {"num_prompts": 0}}, "eval.num_prompts must be at least 1"),
+        ({"data": {"num_anchors": 0}}, "data.num_anchors must be at least 1"),
+        ({"data": {"sort_window": 0}}, "data.sort_window must be at least 1"),
+        ({"drafter": {"num_layers": 0}}, "drafter.num_layers must be at least 1"),
+        ({"loss": {"chunk_rows": 0}}, "loss.chunk_rows must be at least 1"),
+        ({"optim": {"clip": 0}}, "optim.clip must be above 0"),
+        ({"optim": {"clip": float("nan")}}, "optim.clip must be above 0"),
+        ({"optim": {"warmup": 20}}, "optim.warmup is a share of the steps"),
+        ({"optim": {"accumulation": 0}}, "optim.accumulation must be at least 1"),
+    ],
+    ids=str,
+)
+def test_a_number_that_cannot_work_is_refused_before_anything_is_loaded(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^run\.json: {re.escape(message)}"):
         from_json(json.dumps(values), "run.json")
 
 
