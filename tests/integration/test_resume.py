@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.commands import train
-from blockdraft.config import ConfigError, read_config
+from blockdraft.config import ConfigError, read_config, to_json
 from blockdraft.training.checkpoint import check_resumable, list_checkpoints, newest_checkpoint
 from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config
 
@@ -116,6 +116,21 @@ def test_a_changed_config_is_refused_by_name(files, tmp_path):
             check_resumable(checkpoint, tiny_config(files, tmp_path, **changes))
         assert all(name in str(caught.value) for name in names)
         assert str(caught.value).count("->") == len(names)
+
+
+def test_the_number_of_drafters_is_free_unless_slots_are_reused(files, tmp_path):
+    two = {"drafters": ("cpu", "cpu"), "targets": ("cpu",)}
+    for reuse, is_free in ((1, True), (2, False)):
+        root = tmp_path / str(reuse)
+        root.mkdir()
+        config = tiny_config(files, root, optim={"accumulation": 2}, runtime={"reuse": reuse})
+        (root / "config.json").write_text(to_json(config))
+        other = tiny_config(files, root, optim={"accumulation": 2}, runtime={"reuse": reuse, **two})
+        if is_free:
+            check_resumable(root, other)
+        else:
+            with pytest.raises(ConfigError, match="number of drafters: 1 -> 2"):
+                check_resumable(root, other)
 
 
 def test_checkpoints_beyond_keep_last_are_removed(files, tmp_path):

@@ -129,6 +129,19 @@ def test_a_metrics_file_keeps_what_a_resumed_run_will_not_write_again(tmp_path):
     file.close()
 
 
+def test_a_crash_while_metrics_are_cut_loses_none(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def full(*_arguments: object, **_more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        MetricsFile(path, 1)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_the_first_step_of_a_run_is_near_ln_v(tmp_path):
     # The tiny targets one by one are in the unit tests of training/start.py; here through the command.
     for name in ("llama", "gemma3"):

@@ -30,7 +30,10 @@ class MetricsFile:
             for line in path.read_text(encoding="utf-8").splitlines():
                 if line.strip() and _is_before(line, first_step):
                     kept.append(line + "\n")
-        path.write_text("".join(kept), encoding="utf-8")
+        # Renamed over the old file, so that a crash here loses nothing.
+        side = path.with_name(path.name + ".writing")
+        side.write_text("".join(kept), encoding="utf-8")
+        side.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
@@ -46,7 +49,7 @@ class MetricsFile:
 def _is_before(line: str, first_step: int) -> bool:
     try:
         return int(json.loads(line)["step"]) <= first_step
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError):
         # The half line of a killed run.
         return False
 

@@ -30,7 +30,10 @@ def checkpoint_name(step: int) -> str:
 def save_checkpoint(
     root: Path, steps_done: int, drafter: Drafter, optimizer: MasterOptimizer, config: RunConfig, keep_last: int
 ) -> Path:
-    """Writes one checkpoint and removes all but the newest `keep_last`; returns its directory."""
+    """Writes one checkpoint and removes all but the newest `keep_last`; returns its directory.
+
+    Checkpoints of later steps go too: they are of a run that this one left behind by resuming from an earlier step.
+    """
     final = root / checkpoint_name(steps_done)
     side = root / f".{final.name}.partial"
     shutil.rmtree(side, ignore_errors=True)
@@ -53,8 +56,10 @@ def save_checkpoint(
         shutil.rmtree(final)
     side.rename(final)
     _sync(root)
-    for old in list_checkpoints(root)[:-keep_last]:
-        shutil.rmtree(old)
+    found = list_checkpoints(root)
+    own = found.index(final) + 1
+    for other in (*found[: max(0, own - keep_last)], *found[own:]):
+        shutil.rmtree(other)
     return final
 
 
@@ -153,7 +158,11 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     for name in RESUMABLE:
         if name == "runtime":
             for side in (before, now):
-                side["runtime"] = {key: side["runtime"][key] for key in ("reuse", "keep_features")}
+                runtime = side["runtime"]
+                side["runtime"] = {key: runtime[key] for key in ("reuse", "keep_features")}
+                if runtime["reuse"] > 1:
+                    # Which passes share a slot depends on how many drafters the slots are dealt to.
+                    side["runtime"]["number of drafters"] = len(runtime["drafters"])
         else:
             before.pop(name), now.pop(name)
     wrong = [f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now, "")]
@@ -166,8 +175,9 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> list[tuple[str, Any, Any]]:
     found: list[tuple[str, Any, Any]] = []
     for name, old in before.items():
+        new = now.get(name, old)
         if isinstance(old, dict):
-            found += _differences(old, now[name], f"{prefix}{name}.")
-        elif old != now[name]:
-            found.append((prefix + name, old, now[name]))
+            found += _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            found.append((prefix + name, old, new))
     return found

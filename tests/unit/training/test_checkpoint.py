@@ -93,6 +93,16 @@ def test_a_save_that_dies_leaves_the_last_one(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_going_on_from_an_earlier_step_keeps_the_new_checkpoints(tmp_path):
+    drafter, optimizer = trained()
+    for step in (5, 10, 15):
+        save_checkpoint(tmp_path, step, drafter, optimizer, RunConfig(), 3)
+    # Resumed from step 5: what follows replaces 10 and 15, which are of another run by now.
+    saved = save_checkpoint(tmp_path, 7, drafter, optimizer, RunConfig(), 2)
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["05", "07"]
+    assert newest_checkpoint(saved) == saved
+
+
 def test_another_shape_is_refused(tmp_path):
     drafter, optimizer = trained()
     directory = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2)
