@@ -11,6 +11,8 @@ import argparse
 import queue
 import sys
 import time
+import warnings
+from collections import Counter
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +26,7 @@ from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.drafter import Drafter, derive_shape
 from blockdraft.models.target import Target
 from blockdraft.runtime.distributed import join_world
-from blockdraft.runtime.pipeline import Pipeline, to_device
+from blockdraft.runtime.pipeline import Pipeline, pinned, to_device
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.startup import Protection
@@ -52,12 +54,17 @@ DRAFTER_LAYERS = {"tiny": 2, "hybrid": 2, "qwen3-8b": 5}
 
 
 class RandomDocuments:
-    """A token store in memory: random ids, lengths spread from 20 to 4,000 tokens or what a row holds."""
+    """A token store in memory: rows of ids, lengths spread from 20 to 4,000 tokens or what a row holds."""
 
     def __init__(self, count: int, longest: int, vocab_size: int) -> None:
         generator = np.random.default_rng(0)
         self.lengths = np.exp(generator.uniform(np.log(20), np.log(longest), count)).astype(np.int64)
-        self.ids = [generator.integers(0, vocab_size, n).astype(np.int32) for n in self.lengths]
+        # Sequences with a stride, so that there is something to learn.
+        starts, strides = generator.integers(0, vocab_size, count), generator.integers(1, 9, count)
+        self.ids = [
+            ((start + stride * np.arange(n)) % (vocab_size - 1)).astype(np.int32)
+            for start, stride, n in zip(starts, strides, self.lengths, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -140,15 +147,19 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     pipeline.start()
     losses, tokens = [], 0
+    marks: list[tuple[float, int]] = []
     while pipeline.is_running() and pipeline.crew.first_error is None:
         tokens = drain(pipeline, losses, tokens)
+        marks.append((time.monotonic(), tokens))
         pipeline.watchdog.check()
     pipeline.crew.join()
     tokens = drain(pipeline, losses, tokens)
     elapsed = time.monotonic() - pipeline.started
     rate = tokens / elapsed
     say(f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {rate:,.0f} tok/s")
-    say(f"losses: first {losses[0]:.4f}, last {losses[-1]:.4f}, all finite {all(np.isfinite(losses))}")
+    shown = " ".join(f"{loss:.4f}" for loss in losses[:: max(1, len(losses) // 20)])
+    say(f"losses: {shown}, last {losses[-1]:.4f}, all finite {all(np.isfinite(losses))}")
+    say(f"second half: {pace(marks):,.0f} tok/s")
     for line in pipeline.describe_sides():
         say(line)
     if protection is not None:
@@ -163,6 +174,12 @@ def run(args: argparse.Namespace) -> int:
     if protection is not None:
         protection.end()
     return 0
+
+
+def pace(marks: list[tuple[float, int]]) -> float:
+    """Tokens per second from half of all tokens on."""
+    later = [mark for mark in marks if 2 * mark[1] >= marks[-1][1]]
+    return (later[-1][1] - later[0][1]) / max(1e-9, later[-1][0] - later[0][0])
 
 
 def drain(pipeline: Pipeline, losses: list[float], tokens: int) -> int:
@@ -185,7 +202,7 @@ def alone(args: argparse.Namespace, loader: Loader, target: Target, step: Drafte
     device = step.drafter.device
     fills = []
     for fill in loader.fills(0, min(40, args.steps)):
-        fills.append(fill)
+        fills.append(pinned(fill) if device.type == "cuda" else fill)
         if len(fills) == 40:
             break
     config = loader.config
@@ -197,15 +214,23 @@ def alone(args: argparse.Namespace, loader: Loader, target: Target, step: Drafte
         synchronize()
         started = time.monotonic()
         slot = Slot(config.num_rows, config.row_length, width, target.dtype, device) if name == "drafter" else here
-        for fill in fills:
-            if name == "target":
-                filler.fill(slot, fill)
-            else:
-                for one in fill.passes:
-                    step.micro_batch(slot.features_RTC, to_device(one, device), one.denominator)
-                step.finish(args.steps - 1)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            for fill in fills:
+                if name == "target":
+                    filler.fill(slot, fill)
+                else:
+                    for one in fill.passes:
+                        step.micro_batch(slot.features_RTC, to_device(one, device), one.denominator)
+                    step.finish(args.steps - 1)
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
         synchronize()
         say(f"{name} alone: {used / (time.monotonic() - started):,.0f} tok/s over {len(fills)} slots")
+        for place, count in Counter(f"{one.filename}:{one.lineno}" for one in seen).most_common(5):
+            say(f"  waited for the device {count} times in {place}")
 
 
 def synchronize() -> None:

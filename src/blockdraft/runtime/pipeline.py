@@ -243,6 +243,9 @@ class Pipeline:
     def _finish_together(self, index: int) -> None:
         """Leaves when every drafter has its last sum: a group that is left breaks what others still receive."""
         if self.world is not None:
+            if self.steps[index].drafter.device.type == "cuda":
+                # The thread is ahead of its GPU: the last sum may still be running there.
+                torch.cuda.synchronize(self.steps[index].drafter.device)
             self.channel.meet()
             if index == 0:
                 self.world.finish(self._while_waiting)
