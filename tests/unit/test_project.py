@@ -69,6 +69,12 @@ def test_help_answers_without_torch() -> None:
         assert run.stdout.splitlines()[-1] == "heavy:"
 
 
+def test_files_that_the_makefile_names_exist() -> None:
+    named = re.findall(r"(?:benchmarks|examples|tests)/[\w./]+", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert "examples/demo.py" in named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_constraints_hold_names_and_versions_only() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if not line.startswith("#")]
