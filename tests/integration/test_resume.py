@@ -124,7 +124,10 @@ def test_the_number_of_drafters_is_free_unless_slots_are_reused(files, tmp_path)
         root = tmp_path / str(reuse)
         root.mkdir()
         config = tiny_config(files, root, optim={"accumulation": 2}, runtime={"reuse": reuse})
+        with pytest.raises(ConfigError, match="resume: expected a checkpoint"):
+            check_resumable(root, config)
         (root / "config.json").write_text(to_json(config))
+        (root / "state.json").write_text("{}")
         other = tiny_config(files, root, optim={"accumulation": 2}, runtime={"reuse": reuse, **two})
         if is_free:
             check_resumable(root, other)

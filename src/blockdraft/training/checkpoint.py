@@ -152,8 +152,13 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     """Refuses to resume when a field that changes the model or the data order differs.
 
     Raises:
-        ConfigError: names every such field with both values.
+        ConfigError: no checkpoint, or names every such field with both values.
     """
+    if not (directory / "state.json").is_file():
+        raise ConfigError(
+            f"resume: expected a checkpoint, RUN/checkpoints/step_XXXXXXXX, found none at {directory}; "
+            "--resume auto takes the newest of --run-dir"
+        )
     before, now = dataclasses.asdict(read_config(directory / "config.json")), dataclasses.asdict(config)
     for name in RESUMABLE:
         if name == "runtime":
