@@ -161,14 +161,15 @@ def write_conversations(path: Path | str, conversations: Iterable[Conversation])
             row: dict[str, Any] = {"messages": conversation.messages}
             if conversation.tools:
                 row["tools"] = conversation.tools
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
             count += 1
     return count
 
 
 def conversation_hash(conversation: Conversation) -> str:
     """SHA-256 of messages and tools."""
-    text = json.dumps([conversation.messages, conversation.tools], sort_keys=True, ensure_ascii=True)
+    # Parquet brings types that JSON lacks, such as times, in fields that no template reads.
+    text = json.dumps([conversation.messages, conversation.tools], sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -192,9 +193,16 @@ def _jsonl_rows(path: Path) -> Iterator[_Row]:
                 continue
             source = f"{path}:{number}"
             try:
-                yield _Row(source, json.loads(line.decode("utf-8-sig")))
+                value = json.loads(line.decode("utf-8-sig"))
+                if b"\\ud" in line.lower():
+                    # Half of a surrogate pair is valid JSON, and no text that could be tokenized or written.
+                    json.dumps(value, ensure_ascii=False).encode("utf-8")
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
                 yield _Row(source, None, f"not JSON: {error}")
+            except UnicodeEncodeError as error:
+                yield _Row(source, None, f"half a character: {error}")
+            else:
+                yield _Row(source, value)
 
 
 def _parquet_rows(path: Path) -> Iterator[_Row]:

@@ -1,5 +1,6 @@
 """Reading conversations: every row comes out or is counted (case 27)."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,17 @@ def test_bytes_that_are_no_text_are_one_bad_row(tmp_path: Path):
     assert (len(conversations), dict(drops.counts)) == (1, {"unreadable row": 1})
 
 
+def test_half_a_character_is_one_bad_row(tmp_path: Path):
+    # Valid JSON, and no text: it could be neither tokenized nor written again.
+    whole = [{"role": "user", "content": "\U0001f642"}, GOOD[1]]
+    half = [{"role": "user", "content": "\ud83d"}, GOOD[1]]
+    path = write_lines(tmp_path / "a.jsonl", {"messages": whole}, {"messages": half}, {"messages": GOOD})
+    conversations, drops = read(path)
+    assert [c.messages for c in conversations] == [whole, GOOD]
+    assert dict(drops.counts) == {"unreadable row": 1}
+    assert drops.examples["unreadable row"][0].startswith(f"{path}:2: half a character: ")
+
+
 def test_duplicates_are_dropped_over_all_sources(tmp_path: Path):
     drops = Drops()
     for name in ("a.jsonl", "b.jsonl"):
@@ -132,6 +144,15 @@ def test_parquet_and_dataset_directories(tmp_path: Path):
         conversations, drops = read(name)
         assert [c.messages for c in conversations] == [GOOD, with_tool]
         assert drops.examples["no messages"][0].startswith(f"{name}:3: ")
+
+
+def test_fields_that_json_lacks_do_not_stop_the_reading(tmp_path: Path):
+    timed = [{**message, "at": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)} for message in GOOD]
+    datasets.Dataset.from_list([{"messages": timed}]).to_parquet(tmp_path / "a.parquet")
+    conversations, drops = read(str(tmp_path / "a.parquet"))
+    assert (len(conversations), drops.num_dropped) == (1, 0)
+    write_conversations(tmp_path / "b.jsonl", conversations)
+    assert [m["content"] for m in read(str(tmp_path / "b.jsonl"))[0][0].messages] == ["q", "a"]
 
 
 def test_a_directory_of_files_is_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
