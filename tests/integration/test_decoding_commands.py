@@ -189,3 +189,8 @@ def test_export_writes_what_it_read(files, tmp_path, capsys):
 def test_a_drafter_that_is_not_there_is_an_error(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path / "nothing"), "--output", str(tmp_path / "x")]) == cli.EXIT_ERROR
     assert "expected a directory with an export, a checkpoint or a run" in capsys.readouterr().err
+
+
+def test_versions_are_told_where_the_package_runs_from_its_source():
+    assert evaluate.version("torch").split("+")[0] == torch.__version__.split("+")[0]
+    assert evaluate.version("no-such-distribution") == "not installed"

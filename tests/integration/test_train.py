@@ -124,7 +124,8 @@ def test_a_metrics_file_keeps_what_a_resumed_run_will_not_write_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "eval/a": 1}\n{"step": 1}\n\n{"step": 2}\n{"step": 3}\nbroken\n{"loss": 1}\n{"st')
     file = MetricsFile(path, 2)
-    file.write({"step": 3, "loss": 0.5})
+    file.write({"step": 3, "loss": float("nan"), "accept": 1.5})
+    assert path.read_text().splitlines()[-1] == '{"step": 3, "loss": null, "accept": 1.5}'
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
     file.close()
 

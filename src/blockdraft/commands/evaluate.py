@@ -5,6 +5,7 @@ import json
 import platform
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -156,8 +157,6 @@ def settings(
     options: Options, tokenizer: "PreTrainedTokenizerBase", device: "torch.device", drafter: "Drafter"
 ) -> dict[str, Any]:
     """Everything that the numbers depend on."""
-    from importlib import metadata
-
     import torch
 
     from blockdraft.data.evalsets import EVAL_SETS
@@ -177,10 +176,18 @@ def settings(
         "template_hash": template_hash(tokenizer),
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "drafter_shape": dataclasses.asdict(drafter.shape),
-        "versions": {name: metadata.version(name) for name in ("blockdraft", "torch", "transformers")}
-        | {EVAL_SETS[name].distribution: metadata.version(EVAL_SETS[name].distribution) for name in known}
+        "versions": {name: version(name) for name in ("blockdraft", "torch", "transformers")}
+        | {EVAL_SETS[name].distribution: version(EVAL_SETS[name].distribution) for name in known}
         | {"python": platform.python_version()},
     }
+
+
+def version(distribution: str) -> str:
+    """That of an installed distribution; the package itself may run from its source."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def markdown(result: dict[str, Any]) -> str:

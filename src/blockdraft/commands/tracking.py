@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,8 +38,12 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
-        """Appends one line."""
-        self._file.write(json.dumps(values) + "\n")
+        """Appends one line; JSON has no number for what is not finite, so that is null."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def close(self) -> None:
