@@ -13,6 +13,7 @@ import torch
 from blockdraft.data.conversations import ChatTemplate, Conversation
 from blockdraft.decoding.batched import Decodes, generate_batch
 
+UNFINISHED = "\ufffd"
 LOOP_LONGEST = 64
 LOOP_REPEATS = 4
 LOOP_TOKENS = 24
@@ -84,6 +85,9 @@ class TransformersEngine:
         for row, (text, answer) in enumerate(zip(texts, decoded, strict=True)):
             ids = answer.token_ids[:-1] if answer.finish == "stop" else answer.token_ids
             written = str(self._template.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            if answer.finish == "length":
+                # The limit may cut a character: what stands for its bytes is nothing the target would write.
+                written = written.rstrip(UNFINISHED)
             parts = split_reasoning(written, is_open=text.rstrip().endswith("<think>"))
             yield EngineAnswer(
                 row,

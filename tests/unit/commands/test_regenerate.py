@@ -256,6 +256,18 @@ def test_auto_takes_float32_where_a_cpu_emulates_bfloat16(
     assert json.loads((tmp_path / "out.jsonl.summary.json").read_text())["settings"]["dtype"] == dtype
 
 
+@pytest.mark.parametrize(("finish", "content"), [("length", "caf"), ("stop", "caf\ufffd")])
+def test_an_answer_cut_inside_a_character_ends_before_it(monkeypatch: pytest.MonkeyPatch, finish: Any, content: str):
+    tokenizer = tiny_tokenizer(CHATML)
+    # One token a byte, and the second byte of the last character is missing.
+    ids = list(tokenizer("café", add_special_tokens=False)["input_ids"])[:-1]
+    made = [Answer(ids + [2] * (finish == "stop"), finish)]
+    monkeypatch.setattr(engine, "generate_batch", lambda *_arguments, **_options: made)
+    answers = TransformersEngine(None, ChatTemplate(tokenizer), (2,), Sampling(max_new_tokens=4, batch_size=1))  # type: ignore[arg-type]
+    (found,) = answers.answers([chat("q")])
+    assert (found.content, found.num_tokens) == (content, len(made[0].token_ids))
+
+
 def test_looping():
     assert is_looping([9, 8] + [1] * 24)
     assert not is_looping([9, 8] + [1] * 23)
