@@ -19,11 +19,11 @@ import sys
 import time
 from pathlib import Path
 
-NUM_ANSWERS = 240
+NUM_ANSWERS = 512
 """Training prompts, each answered by the target."""
-MAX_NEW_TOKENS = 64
+MAX_NEW_TOKENS = 40
 """Longest answer, in training and in evaluation."""
-BATCH = 120
+BATCH = 128
 """Prompts that are answered together."""
 NUM_HELD_OUT = 16
 """Prompts of each of the two held-out sets, for acceptance by replay."""

@@ -1,6 +1,6 @@
 """Writes the demo's prompts: one narrow family, "Write a Python function that VERB OBJECT."
 
-    python examples/demo_prompts.py runs/demo/prompts --num-train 240 --num-held-out 16
+    python examples/demo_prompts.py runs/demo/prompts --num-train 512 --num-held-out 16
 
 train.jsonl           pairs of seen verbs and seen objects
 unseen_pair.jsonl     both words occur in train.jsonl, the pair does not
@@ -16,22 +16,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 VERBS = [
-    *("reverses", "sorts", "counts", "filters", "merges", "copies", "prints", "checks", "converts", "splits"),
-    *("compares", "searches"),
+    *("reverses", "sorts", "counts", "filters", "merges", "copies", "prints", "checks", "converts", "formats"),
+    *("splits", "compares", "searches", "rotates", "shuffles", "compresses", "encodes", "summarizes", "cleans"),
+    "measures",
 ]
-HELD_OUT_VERBS = ["validates", "groups", "flattens", "displays"]
+HELD_OUT_VERBS = ["removes", "groups", "updates", "displays"]
 OBJECTS = [
     *("a list of integers", "a string", "a dictionary", "a matrix", "a binary tree", "a linked list"),
-    *("a list of words", "a sentence", "a text file", "a list of tuples", "a set of names", "a queue"),
-    *("a stack", "a list of prices", "a phone number", "a paragraph", "a list of scores", "a list of dates"),
-    *("a list of floats", "a nested list", "a word", "a list of students"),
+    *("a list of words", "a sentence", "a text file", "a JSON object", "a list of tuples", "a set of names"),
+    *("a queue", "a stack", "a log line", "a list of prices", "a phone number", "a CSV row"),
+    *("a polynomial", "a paragraph", "a list of scores", "a graph", "a bit string", "a list of dates"),
+    *("a deck of cards", "a calendar", "a list of floats", "a nested list", "a word", "a list of students"),
+    *("a table", "a byte array", "a vector", "a shopping list", "a list of files", "a music playlist"),
 ]
 HELD_OUT_OBJECTS = [
-    *("a list of temperatures", "an email address", "a range of years", "a list of names"),
-    *("a color code", "a time interval", "a list of cities", "a bank statement"),
+    *("a list of names", "a list of numbers", "a list of cities", "an array"),
+    *("a list of grades", "a list of strings", "a set of numbers", "a tree"),
 ]
-# Asks for one shape of answer. Where a conversation has no system turn, the chat template writes one of 25 tokens.
-SYSTEM = "Reply with a Python function that has a docstring, then an example."
+# It shortens the prompts: where a conversation has no system turn, the chat template writes one of 25 tokens.
+SYSTEM = "You write Python."
 SEED = 0
 
 Pair = tuple[str, str]
@@ -77,7 +80,7 @@ def main() -> None:
     """Writes the files."""
     parser = argparse.ArgumentParser(description="Writes the demo's prompts.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--num-train", type=int, default=240)
+    parser.add_argument("--num-train", type=int, default=512)
     parser.add_argument("--num-held-out", type=int, default=16, help="prompts of each held-out set")
     parser.add_argument("--num-decode", type=int, default=8, help="prompts decoded one by one")
     options = parser.parse_args()

@@ -45,21 +45,21 @@ def tiny() -> RunConfig:
 
 def smollm2_demo() -> RunConfig:
     """SmolLM2-135M on two CPU cores: the recipe behind `make demo`, minutes."""
-    steps = 720
+    steps = 640
     return RunConfig(
         run_dir="runs/demo/train",
         steps=steps,
         save_every=steps,
         # One layer: on a narrow family it learns as much a step as two, in half the time.
         drafter=DrafterConfig(num_layers=1, block_size=8, target_layer_ids=(1, 8, 14, 20, 27)),
-        # A step is 4 rows of 16 anchors. A prompt (about 40 tokens) and its answer (at most 64) fill one row.
-        data=DataConfig(row_length=112, num_rows=4, num_anchors=16, sort_window=64, target_tokens=4 * 112),
+        # A step is 8 rows of 8 anchors. A prompt (about 25 tokens) and its answer (at most 40) fill one row.
+        data=DataConfig(row_length=72, num_rows=8, num_anchors=8, sort_window=128, target_tokens=8 * 72),
         # Acceptance near 2 is decided in the first slots.
         loss=LossConfig(gamma=2.0, draft_vocab="data"),
         optim=OptimConfig(lr=2e-3, norm_lr=2e-2, clip=1.0, schedule="wsd", warmup=15 / steps, decay=0.5, final_lr=0.05),
         # The target's forward costs several of the drafter's steps: it reads each document once.
         runtime=RuntimeConfig(targets=("cpu",), drafters=("cpu",), keep_features=True, attention="sdpa"),
-        eval=EvalConfig(every=240, num_prompts=16, max_new_tokens=64),
+        eval=EvalConfig(every=320, num_prompts=16, max_new_tokens=40),
     )
 
 

@@ -80,19 +80,37 @@ class Acceptance:
 def walk_rounds(token_ids: Sequence[int], prompt_length: int, draft: Callable[[int], Sequence[int]]) -> list[Round]:
     """The rounds that greedy decoding takes to write `token_ids[prompt_length:]`, the target's own greedy answer.
 
-    `draft(a)` gives the draft tokens of a block whose anchor is `token_ids[a]`. Rounds start at the first answer
-    token, which the prefill gives for free, and a round is cut if its draft agrees with all that is left.
+    `draft(a)` gives the draft tokens of a block whose anchor is `token_ids[a]`.
     """
-    rounds: list[Round] = []
-    anchor, end = prompt_length, len(token_ids)
-    while anchor < end - 1:
-        left = token_ids[anchor + 1 : end]
-        drafted = draft(anchor)
+    walk = Walk(token_ids, prompt_length)
+    while (anchor := walk.anchor) is not None:
+        walk.advance(draft(anchor))
+    return walk.rounds
+
+
+class Walk:
+    """The rounds of one answer, taken one at a time, so that many answers can be walked side by side.
+
+    Rounds start at the first answer token, which the prefill gives for free, and a round is cut if its draft agrees
+    with all that is left.
+    """
+
+    def __init__(self, token_ids: Sequence[int], prompt_length: int) -> None:
+        self.token_ids, self.rounds = token_ids, list[Round]()
+        self._anchor = prompt_length
+
+    @property
+    def anchor(self) -> int | None:
+        """Where the next block is anchored; None when the answer is written."""
+        return self._anchor if self._anchor < len(self.token_ids) - 1 else None
+
+    def advance(self, drafted: Sequence[int]) -> None:
+        """Takes a round with these draft tokens."""
+        left = self.token_ids[self._anchor + 1 :]
         accepted = agreement(drafted, left)
         committed = min(accepted + 1, len(left))
-        rounds.append(Round(accepted, committed, committed <= accepted))
-        anchor += committed
-    return rounds
+        self.rounds.append(Round(accepted, committed, committed <= accepted))
+        self._anchor += committed
 
 
 def agreement(drafted: Sequence[int], expected: Sequence[int]) -> int:

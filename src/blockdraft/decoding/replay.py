@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import ConfigError
-from blockdraft.decoding.acceptance import Acceptance, Round, walk_rounds
+from blockdraft.decoding.acceptance import Acceptance, Round, Walk
 from blockdraft.decoding.batched import Answer, generate_batch
 from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.blocks import block_positions, block_tokens
@@ -29,6 +29,8 @@ INVALID = -1
 """Document of padding, and anchor of a block that is not there."""
 LENGTH_STEP = 64
 """Tapes are padded to a multiple of this many tokens."""
+TAPES_TOGETHER = 16
+"""Answers walked side by side; their hidden states are kept meanwhile."""
 
 
 class Tape(NamedTuple):
@@ -133,12 +135,12 @@ def replay_rounds(
     if longest > length:
         raise ConfigError(f"replay: length must be at least that of the longest tape, {longest}, got {length}")
     pass_over = _Pass(drafter, ends, draft_ids, attend_factory, length, num_anchors, chunk_rows)
-    parts = []
-    for tape in tapes:
-        drafts, start = pass_over.drafts(tape), tape.prompt_length
-        parts.append(walk_rounds(tape.token_ids, start, ([[]] * start + drafts).__getitem__))
+    parts: list[list[Round]] = []
+    for first in range(0, len(tapes), TAPES_TOGETHER):
+        chosen = tapes[first : first + TAPES_TOGETHER]
+        parts += pass_over.rounds(chosen)
         if progress is not None:
-            progress(1)
+            progress(len(chosen))
     return parts
 
 
@@ -154,8 +156,18 @@ class _Pass(NamedTuple):
     chunk_rows: int
 
     @torch.no_grad()
-    def drafts(self, tape: Tape) -> list[list[int]]:
-        """Draft tokens behind every answer token but the last, [answer tokens - 1][L - 1]."""
+    def rounds(self, tapes: Sequence[Tape]) -> list[list[Round]]:
+        """Walks the tapes side by side: only blocks that a round starts at pass through the head."""
+        hidden = [self._hidden(tape) for tape in tapes]
+        walks = [Walk(tape.token_ids, tape.prompt_length) for tape in tapes]
+        while going := [(i, walk.anchor) for i, walk in enumerate(walks) if walk.anchor is not None]:
+            hidden_BLD = torch.stack([hidden[i][anchor - tapes[i].prompt_length] for i, anchor in going])
+            for (i, _), drafted in zip(going, self._argmax(hidden_BLD).tolist(), strict=True):
+                walks[i].advance(drafted)
+        return [walk.rounds for walk in walks]
+
+    def _hidden(self, tape: Tape) -> Tensor:
+        """Final-normed hidden states of slots 1..L-1 behind every answer token but the last, [answer - 1, L - 1, D]."""
         drafter, shape = self.drafter, self.drafter.shape
         device, num_tokens = drafter.device, len(tape.token_ids)
         token_1T = torch.zeros(1, self.length, dtype=torch.long, device=device)
@@ -177,9 +189,9 @@ class _Pass(NamedTuple):
                 block_positions(position_1T, anchor_1A, shape.block_size),
                 self.attend_factory(shape, document_1T, position_1T, anchor_1A),
             )
-            drafted.append(self._argmax(hidden_1QD[0].unflatten(0, (-1, shape.block_size))[:, 1:]))
+            drafted.append(hidden_1QD[0].unflatten(0, (-1, shape.block_size))[:, 1:])
         num_drafts = num_tokens - 1 - tape.prompt_length
-        return torch.cat(drafted)[:num_drafts].tolist() if drafted else []
+        return torch.cat(drafted)[:num_drafts] if drafted else context_1TD[0, :0, None]
 
     def _argmax(self, hidden_ALD: Tensor) -> Tensor:
         """Most likely token of every slot, int64 [A, L - 1]."""
