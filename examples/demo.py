@@ -23,6 +23,8 @@ NUM_ANSWERS = 512
 """Training prompts, each answered by the target."""
 MAX_NEW_TOKENS = 40
 """Longest answer, in training and in evaluation."""
+ROW_LENGTH = 72
+"""Tokens of a row in the recipe smollm2_demo."""
 BATCH = 128
 """Prompts that are answered together."""
 NUM_HELD_OUT = 16
@@ -87,7 +89,9 @@ def main() -> None:
     length = ["--max-new-tokens", options.max_new_tokens]
     answers = ["regenerate", prompts / "train.jsonl", "--target", target, "--output", runs / "answers.jsonl", *length]
     demo.blockdraft("regenerate", *answers, "--batch-size", BATCH)
-    demo.blockdraft("prepare", "prepare", runs / "answers.jsonl", "--target", target, "--output", store)
+    # Rows of the recipe hold 72 tokens; a longer conversation is cut, and counted.
+    cut = ["--max-length", ROW_LENGTH]
+    demo.blockdraft("prepare", "prepare", runs / "answers.jsonl", "--target", target, "--output", store, *cut)
 
     # A run that was cut before its first checkpoint has nothing to resume: it is started over.
     train = ["train", "smollm2_demo", "--run-dir", runs / "train", "--resume", "auto", "--overwrite"]

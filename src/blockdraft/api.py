@@ -21,10 +21,10 @@ from blockdraft.decoding.speculative import Generation, OnRound
 from blockdraft.decoding.speculative import generate as decode
 from blockdraft.models.drafter import Drafter
 from blockdraft.models.formats import load_export
-from blockdraft.models.target import DTYPES, Target, load_tokenizer
+from blockdraft.models.target import DTYPES, Target, choose_dtype, load_tokenizer
 from blockdraft.training import checkpoint
 
-DtypeName = Literal["bfloat16", "float32"]
+DtypeName = Literal["auto", "bfloat16", "float32"]
 
 
 class LoadedTarget(NamedTuple):
@@ -64,7 +64,8 @@ def load_drafter(path: str | Path, *, device: str = "auto", dtype: DtypeName | N
         drafter = checkpoint.load_drafter(directory)
     else:
         drafter = load_export(directory)
-    return drafter.to(device=pick_device(device), dtype=DTYPES[dtype] if dtype else drafter.dtype).eval()
+    placed = pick_device(device)
+    return drafter.to(device=placed, dtype=DTYPES[choose_dtype(dtype, placed)] if dtype else drafter.dtype).eval()
 
 
 def load_target(
@@ -72,7 +73,7 @@ def load_target(
     *,
     drafter: Drafter | None = None,
     device: str = "auto",
-    dtype: DtypeName = "bfloat16",
+    dtype: DtypeName = "auto",
     trust_remote_code: bool = False,
 ) -> LoadedTarget:
     """A target with its tokenizer; with `drafter`, the layers that the drafter reads are captured.

@@ -81,7 +81,7 @@ def test_only_the_first_error_counts(files, tmp_path):
 
 
 def test_an_error_while_saving_is_the_drafters(files, tmp_path, monkeypatch):
-    def full(*_arguments: object) -> None:
+    def full(*_arguments: object, data: str) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("blockdraft.commands.control.save_checkpoint", full)

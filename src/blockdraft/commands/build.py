@@ -1,5 +1,6 @@
 """Builds the pieces of a run from its config: target, drafter, loader, evaluation tapes, each checked as it is made."""
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from blockdraft.data.conversations import Drops
 from blockdraft.data.evalsets import read_prompts, set_names
 from blockdraft.data.loader import Loader, LoaderConfig
 from blockdraft.data.store import Store, open_store
-from blockdraft.data.template import ChatTemplate, tokenizer_hash
+from blockdraft.data.template import ChatTemplate, RowRefused, tokenizer_hash
 from blockdraft.decoding.replay import Tape, record_tapes
 from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.compiled import How
@@ -40,6 +41,8 @@ class Built(NamedTuple):
     """Held-out answers of the target, by name of the evaluation set."""
     total_steps: int
     draft_vocab_size: int
+    fingerprint: str
+    """Of the documents."""
 
 
 class Agreement(NamedTuple):
@@ -98,7 +101,10 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
             f"{config.data.train}: prepared with another tokenizer ({found}) than the target's ({expected}); "
             f"prepare it again with --target {config.target.path}"
         )
-    loader_config = _loader_config(config, len(drafter_devices))
+    # All that the store alone can show to be wrong, before the target is loaded.
+    draft_ids = store.seen_ids() if config.loss.draft_vocab == "data" else None
+    loader = Loader(store, _loader_config(config, len(drafter_devices)), draft_ids)
+    _say_data(loader, draft_ids, say)
     names = set_names(config.eval.prompts)
     ids = config.drafter.target_layer_ids
     targets = [
@@ -109,9 +115,6 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
     shape = _shape(
         config, target, store, lambda seen: mask_token_id(tokenizer, target.vocab_size, seen, target.stop_ids)
     )
-    draft_ids = store.seen_ids() if config.loss.draft_vocab == "data" else None
-    loader = Loader(store, loader_config, draft_ids)
-    _say_data(loader, draft_ids, say)
     report_agreement(target, loader, store, say)
     tapes = _tapes(config, target, tokenizer, names)
     total_steps = config.steps if config.steps is not None else loader.steps_for(config.epochs)
@@ -120,7 +123,16 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
     parameters = sum(weight.numel() for weight in drafter.parameters())
     say(f"drafter: {shape.num_layers} layers, {parameters / 1e6:.1f} M parameters, mask token {shape.mask_token_id}")
     size = target.vocab_size if draft_ids is None else len(draft_ids)
-    return Built(loader, targets, steps, tapes, total_steps, size)
+    return Built(loader, targets, steps, tapes, total_steps, size, fingerprint(store))
+
+
+def fingerprint(store: Store) -> str:
+    """Of a store's documents: their lengths, and the tokens and masks of up to 64 of them."""
+    digest = hashlib.sha256(store.lengths.tobytes())
+    for index in np.linspace(0, len(store) - 1, min(64, len(store))).astype(np.int64):
+        document = store[int(index)]
+        digest.update(document.input_ids.tobytes() + document.loss_mask.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _loader_config(config: RunConfig, num_drafters: int) -> LoaderConfig:
@@ -222,8 +234,24 @@ def _tapes(config: RunConfig, target: Target, tokenizer: object, names: list[str
     sets: list[list[list[int]]] = []
     for file in config.eval.prompts:
         drops = Drops()
-        sets.append([template.prompt_ids(one) for one in read_prompts(file, drops)][: config.eval.num_prompts])
+        one_set: list[list[int]] = []
+        for conversation in read_prompts(file, drops):
+            if len(one_set) == config.eval.num_prompts:
+                break
+            try:
+                one_set.append(template.prompt_ids(conversation))
+            except RowRefused as error:
+                drops.add("refused by the template", conversation.source, str(error))
         drops.check()
+        longest = max((len(prompt) for prompt in one_set), default=0) + config.eval.max_new_tokens
+        limit = target.facts.max_position_embeddings
+        if not one_set or longest > limit:
+            found = f"answers of up to {longest} tokens" if one_set else "no prompt that can be used"
+            raise ConfigError(
+                f"eval.prompts {file}: expected prompts that leave room for eval.max_new_tokens in the target's "
+                f"{limit} positions, found {found}"
+            )
+        sets.append(one_set)
     prompts = [prompt for one_set in sets for prompt in one_set]
     if not prompts:
         return {}

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import queue
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -29,7 +30,14 @@ from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.workers import WorkerError
-from blockdraft.training.checkpoint import check_resumable, check_shape, read_state, resume_into, save_checkpoint
+from blockdraft.training.checkpoint import (
+    check_data,
+    check_resumable,
+    check_shape,
+    read_state,
+    resume_into,
+    save_checkpoint,
+)
 from blockdraft.training.metrics import StepReport, report
 from blockdraft.training.step import DrafterStep
 
@@ -75,7 +83,6 @@ class Control:
             WorkerError, Stalled: a worker died, or nothing moved.
         """
         config = self.config = resolve_dtypes(self.config)
-        (self.run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
         has_kernels = any(name != "cpu" for name in (*config.runtime.targets, *config.runtime.drafters))
         protection = Protection(self.say) if has_kernels else None
         try:
@@ -87,11 +94,11 @@ class Control:
     def _run(self, config: RunConfig, protection: Protection | None) -> int:
         self.protection = protection
         self.built: Built = build(config, self.say)
-        self._write_environment()
         first_step = 0
         if config.resume:
             directory = Path(config.resume)
             check_resumable(directory, config)
+            check_data(directory, self.built.fingerprint)
             check_shape(directory, self.built.steps[0].drafter.shape)
             first_step = int(read_state(directory)["steps_done"])
             self.say(f"resuming from {directory}: {first_step} steps done")
@@ -103,6 +110,7 @@ class Control:
         self._tokens_before = self._line_tokens = self.built.loader.tokens_before(first_step)
         # Trackers first: one that is not installed must leave no sign of a run behind.
         self.trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
+        self._claim_run_dir()
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
         self.pipeline = Pipeline(
             config.runtime,
@@ -131,6 +139,17 @@ class Control:
             for tracker in self.trackers:
                 tracker.close()
 
+    def _claim_run_dir(self) -> None:
+        """Every check has passed: an earlier run that is not resumed goes, this run's config comes."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if not self.config.resume:
+            (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)
+            shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
+        side = self.run_dir / "config.json.partial"
+        side.write_text(to_json(self.config), encoding="utf-8")
+        side.rename(self.run_dir / "config.json")
+        self._write_environment()
+
     def _restore(self, step: DrafterStep) -> None:
         resume_into(Path(self.config.resume), step.drafter, step.optimizer)
 
@@ -151,9 +170,13 @@ class Control:
         for line in pipeline.describe_links():
             self.say(line)
         pipeline.start()
+        said = False
         try:
             while pipeline.is_running() and pipeline.crew.first_error is None:
                 self._drain(POLL_SECONDS)
+                if self._interrupts and not said:
+                    said = True
+                    self.say("stopping: this step is finished and saved first; once more to stop at once")
                 pipeline.watchdog.check()
             if pipeline.crew.first_error is not None:
                 pipeline.abort_sums()
@@ -182,7 +205,7 @@ class Control:
         self._interrupts += 1
         if self._interrupts > 1:
             raise KeyboardInterrupt
-        self.say("stopping: this step is finished and saved first; once more to stop at once")
+        # Nothing is printed here: a signal may arrive while the main thread is inside a write.
         self.pipeline.ask_to_stop()
 
     # In drafter 0's thread
@@ -193,21 +216,27 @@ class Control:
         ends_here = steps_done == self.pipeline.last_step + 1
         due = steps_done % self.config.eval.every == 0
         # A resumed run's first boundary was evaluated and saved before it stopped.
-        if self.built.tapes and (due or ends_here) and steps_done > self._saved_step:
-            self._evaluate(steps_done)
-        due = steps_done % self.config.save_every == 0 and steps_done > 0
-        if (due or ends_here) and steps_done > self._saved_step:
+        is_new = steps_done > self._saved_step
+        save_due = steps_done % self.config.save_every == 0 and steps_done > 0
+        # Saved first: whoever stops a run may not wait for an evaluation.
+        if (save_due or ends_here) and is_new:
             step = self.built.steps[0]
-            root = self.run_dir / "checkpoints"
-            save_checkpoint(root, steps_done, step.drafter, step.optimizer, self.config, self.config.keep_last)
+            root, keep = self.run_dir / "checkpoints", self.config.keep_last
+            data = self.built.fingerprint
+            save_checkpoint(root, steps_done, step.drafter, step.optimizer, self.config, keep, data=data)
             self._saved_step = steps_done
-        self.pipeline.watchdog.beat()
+            self.pipeline.watchdog.beat()
+        if self.built.tapes and (due or ends_here) and is_new:
+            self._evaluate(steps_done)
 
     @torch.no_grad()
     def _evaluate(self, steps_done: int) -> None:
         started = time.monotonic()
         step = self.built.steps[0]
-        found = {name: replay(step.drafter, step.ends, tapes) for name, tapes in self.built.tapes.items()}
+        found = {
+            name: replay(step.drafter, step.ends, tapes, progress=lambda _: self.pipeline.watchdog.beat())
+            for name, tapes in self.built.tapes.items()
+        }
         self._evaluations.put(Evaluated(steps_done, found, time.monotonic() - started))
 
     # Reports of the workers, in the main thread

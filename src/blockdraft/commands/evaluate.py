@@ -54,8 +54,9 @@ class Options:
     """Ask the chat template for the non-thinking mode."""
     batch_size: int = 16
     """Answers decoded at a time, for replay."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """float32: greedy output must equal plain decoding token for token. bfloat16: it may part at near ties."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """float32: greedy output must equal plain decoding token for token. bfloat16: it may part at near ties.
+    auto: bfloat16, but float32 on a CPU that only emulates it."""
     device: str = "auto"
     """auto: the first GPU, or the CPU where there is none."""
     output: Path | None = None
@@ -75,6 +76,8 @@ def run(options: Options) -> int:
         ConfigError: options that do not go together, no usable prompts, or files that cannot be loaded.
     """
     _check(options)
+    import torch
+
     from blockdraft import api
     from blockdraft.commands import measure
 
@@ -103,7 +106,7 @@ def run(options: Options) -> int:
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 1 if options.dtype == "float32" and result.get("lossless") is False else 0
+    return 1 if target.dtype == torch.float32 and result.get("lossless") is False else 0
 
 
 def _check(options: Options) -> None:

@@ -39,7 +39,7 @@ class Options:
     """Ask the chat template for the thinking mode; without either flag the template decides."""
     no_thinking: tyro.conf.FlagCreatePairsOff[bool] = False
     """Ask the chat template for the non-thinking mode."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
     """auto: the first GPU, or the CPU where there is none."""
     color: bool = False

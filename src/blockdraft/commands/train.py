@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.config import ConfigError, RunConfig, to_json
+from blockdraft.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from blockdraft.commands.control import Control
@@ -20,7 +20,7 @@ class Options:
     """Flags beside those of the recipe."""
 
     overwrite: bool = False
-    """Start over in a run directory that holds a run already; its metrics and checkpoints are removed."""
+    """Start over in a run directory that holds a run; its metrics and checkpoints go once the new run is checked."""
 
 
 def run(config: RunConfig, options: Options) -> int:
@@ -29,8 +29,8 @@ def run(config: RunConfig, options: Options) -> int:
     from blockdraft.runtime.workers import Stalled, WorkerError
 
     run_dir = Path(config.run_dir)
+    _check_run_dir(run_dir, config, options)
     config = _find_resume(config, run_dir)
-    _prepare_run_dir(run_dir, config, options)
     control = Control(config, run_dir, _say)
     try:
         return control.run()
@@ -57,25 +57,17 @@ def _find_resume(config: RunConfig, run_dir: Path) -> RunConfig:
     return replace(config, resume=str(found[-1]) if found else "")
 
 
-def _prepare_run_dir(run_dir: Path, config: RunConfig, options: Options) -> None:
-    """Makes the directory; refuses to mix two runs in one.
+def _check_run_dir(run_dir: Path, config: RunConfig, options: Options) -> None:
+    """Refuses to mix two runs in one directory; nothing is removed before the new run has passed its own checks.
 
     Raises:
         ConfigError: it holds a run, and neither --resume nor --overwrite was given.
     """
-    holds_run = (run_dir / "metrics.jsonl").exists()
-    if holds_run and not config.resume and not options.overwrite:
+    if (run_dir / "metrics.jsonl").exists() and not config.resume and not options.overwrite:
         raise ConfigError(
             f"{run_dir} holds a run already; go on with --resume auto, start over with --overwrite, or choose another "
             "--run-dir"
         )
-    if holds_run and not config.resume:
-        import shutil
-
-        (run_dir / "metrics.jsonl").unlink()
-        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
 
 
 def _say(line: str) -> None:

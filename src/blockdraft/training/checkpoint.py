@@ -28,9 +28,18 @@ def checkpoint_name(step: int) -> str:
 
 
 def save_checkpoint(
-    root: Path, steps_done: int, drafter: Drafter, optimizer: MasterOptimizer, config: RunConfig, keep_last: int
+    root: Path,
+    steps_done: int,
+    drafter: Drafter,
+    optimizer: MasterOptimizer,
+    config: RunConfig,
+    keep_last: int,
+    *,
+    data: str = "",
 ) -> Path:
     """Writes one checkpoint and removes all but the newest `keep_last`; returns its directory.
+
+    `data` is a fingerprint of the documents trained on, compared on resuming.
 
     Checkpoints of later steps go too: they are of a run that this one left behind by resuming from an earlier step.
     """
@@ -45,6 +54,7 @@ def save_checkpoint(
     state = {
         "format": FORMAT,
         "steps_done": steps_done,
+        "data": data,
         "skipped_steps": int(optimizer.skipped),
         "shape": dataclasses.asdict(drafter.shape),
     }
@@ -140,6 +150,20 @@ def resume_into(directory: Path, drafter: Drafter, optimizer: MasterOptimizer) -
     with torch.no_grad():
         optimizer.skipped.fill_(state["skipped_steps"])
     return int(state["steps_done"])
+
+
+def check_data(directory: Path, data: str) -> None:
+    """Refuses to go on with other documents than those the checkpoint was trained on.
+
+    Raises:
+        ConfigError: the fingerprints differ.
+    """
+    before = read_state(directory).get("data", "")
+    if before and before != data:
+        raise ConfigError(
+            f"{directory} was trained on other documents than data.train holds now ({before} there, {data} here); "
+            "prepare the same conversations again, or start a new run"
+        )
 
 
 RESUMABLE = (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from blockdraft.training.head_loss import Finish
 
-BLOCK = 8192
-NUM_WARPS = 16
+BLOCK = 4096
+NUM_WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
