@@ -45,7 +45,8 @@ def _stepper(module: nn.Module, drafter: nn.Module, loss: Callable[[], Tensor]) 
         drafter.zero_grad(set_to_none=True)
         return value.detach()
 
-    module.train()
+    # Buffers of their own (NeMo's) start on the CPU.
+    module.to(next(drafter.parameters()).device).train()
     return step
 
 

@@ -8,6 +8,7 @@ time busy per side, tokens per second, and the throughput of each side running a
 """
 
 import argparse
+import functools
 import queue
 import sys
 import time
@@ -30,6 +31,7 @@ from blockdraft.runtime.pipeline import Pipeline, pinned, to_device
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.startup import Protection
+from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.metrics import report
 from blockdraft.training.step import DrafterStep, MakeAttend
 
@@ -141,19 +143,14 @@ def run(args: argparse.Namespace) -> int:
         loader, targets, steps, first_step=0, total_steps=args.steps, at_boundary=at_boundary,
         world=join_world() if len(steps) > 1 else None,
         when_warm=protection.steady if protection else lambda: None,
+        delay=functools.partial(die, args.die),
     )  # fmt: skip
     for line in pipeline.describe_links():
         say(line)
     started = time.monotonic()
-    pipeline.start()
-    losses, tokens = [], 0
+    losses: list[float] = []
     marks: list[tuple[float, int]] = []
-    while pipeline.is_running() and pipeline.crew.first_error is None:
-        tokens = drain(pipeline, losses, tokens)
-        marks.append((time.monotonic(), tokens))
-        pipeline.watchdog.check()
-    pipeline.crew.join()
-    tokens = drain(pipeline, losses, tokens)
+    tokens = watch(pipeline, losses, marks)
     elapsed = time.monotonic() - pipeline.started
     rate = tokens / elapsed
     say(f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {rate:,.0f} tok/s")
@@ -180,6 +177,26 @@ def pace(marks: list[tuple[float, int]]) -> float:
     """Tokens per second from half of all tokens on."""
     later = [mark for mark in marks if 2 * mark[1] >= marks[-1][1]]
     return (later[-1][1] - later[0][1]) / max(1e-9, later[-1][0] - later[0][0])
+
+
+def watch(pipeline: Pipeline, losses: list[float], marks: list[tuple[float, int]]) -> int:
+    """Runs the pipeline to its end; the tokens trained on."""
+    pipeline.start()
+    tokens = 0
+    while pipeline.is_running() and pipeline.crew.first_error is None:
+        tokens = drain(pipeline, losses, tokens)
+        marks.append((time.monotonic(), tokens))
+        pipeline.watchdog.check()
+    if pipeline.crew.first_error is not None:
+        pipeline.abort_sums()
+    pipeline.crew.join()
+    return drain(pipeline, losses, tokens)
+
+
+def die(victim: str, worker: str, number: int) -> None:
+    """Kills the worker that `--die` names, before its piece of work of that number."""
+    if victim == f"{worker}:{number}":
+        raise RuntimeError(f"{worker} dies at {number}, as asked at {time.time():.1f}")
 
 
 def drain(pipeline: Pipeline, losses: list[float], tokens: int) -> int:
@@ -246,7 +263,12 @@ def main() -> int:
     parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--documents", type=int, default=400)
-    return run(parser.parse_args())
+    parser.add_argument("--die", default="", help="such as 'drafter 1:21': this worker fails there")
+    try:
+        return run(parser.parse_args())
+    except WorkerError as error:
+        say(f"{error}\nended at {time.time():.1f}")
+        return 1
 
 
 if __name__ == "__main__":
