@@ -19,16 +19,18 @@ import sys
 import time
 from pathlib import Path
 
-NUM_ANSWERS = 512
+NUM_ANSWERS = 480
 """Training prompts, each answered by the target."""
 MAX_NEW_TOKENS = 40
 """Longest answer, in training and in evaluation."""
 ROW_LENGTH = 72
 """Tokens of a row in the recipe smollm2_demo."""
-BATCH = 128
+BATCH = 120
 """Prompts that are answered together."""
 NUM_HELD_OUT = 16
 """Prompts of each of the two held-out sets, for acceptance by replay."""
+DECODE_TOKENS = 24
+"""Longest answer when decoding one by one."""
 NUM_DECODE = 8
 """Held-out prompts, half of each set, that are decoded one by one in float32 and compared with plain decoding."""
 NGRAM_ORDER = 5
@@ -108,10 +110,11 @@ def main() -> None:
         *("evaluate", export, "--prompts", *held_out, "--num-prompts", options.num_held_out, *measure),
         *("--controls", store, "--ngram-order", NGRAM_ORDER, "--output", runs / "evaluate.json"),
     )
+    tokens = min(DECODE_TOKENS, options.max_new_tokens)
     demo.blockdraft(
         "decode",
-        *("evaluate", export, "--method", "decode", "--prompts", prompts / "unseen_both.jsonl", *measure),
-        *("--output", runs / "evaluate_decode.json"),
+        *("evaluate", export, "--method", "decode", "--prompts", prompts / "unseen_both.jsonl", "--target", target),
+        *("--max-new-tokens", tokens, "--dtype", "float32", "--output", runs / "evaluate_decode.json"),
     )
     demo.script("summary", "demo_summary.py", runs)
 
