@@ -84,7 +84,7 @@ def main() -> None:
         try:
             query.grad = key.grad = value.grad = None
             both()
-            found = [query.grad, key.grad, value.grad]
+            found = [one.grad.clone() for one in (query, key, value)]
             expected = expected or found
             far = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, expected, strict=True))
             ahead, whole = time_alone(device, forward), time_alone(device, both)

@@ -87,7 +87,9 @@ def test_a_warm_up_in_main_carries_over(mode):
 @TORCH_HAS_THE_FAULTS
 def test_graph_trees_fail_outside_their_thread():
     """Why no mode of torch.compile that makes graph trees is used; there is no cure to test."""
-    assert any("AssertionError" in error for error in result_of("graphtrees", "unguarded")["errors"])
+    # Which of the two it is depends on what the other thread has recorded by then.
+    errors = result_of("graphtrees", "unguarded")["errors"]
+    assert any("AssertionError" in error or "output of CUDAGraphs" in error for error in errors)
 
 
 def test_dense_attention_takes_many_times_the_memory():
