@@ -73,7 +73,7 @@ def test_a_drafter_that_dies_before_the_sum(files, tmp_path):
 
 
 def test_an_error_while_drafter_0_saves_and_the_others_wait_for_it(files, tmp_path, monkeypatch):
-    def full(*_arguments: object) -> None:
+    def full(*_arguments: object, data: str) -> None:
         time.sleep(0.3)
         raise OSError(28, "No space left on device")
 
@@ -115,7 +115,7 @@ def test_an_evaluation_may_take_longer_than_a_sum(files, tmp_path, monkeypatch):
     monkeypatch.setattr("blockdraft.commands.control.SUM_SECONDS", 1.0)
     saved: list[int] = []
 
-    def slow(_root, steps_done: int, *_arguments: object) -> None:
+    def slow(_root, steps_done: int, *_arguments: object, data: str) -> None:
         saved.append(steps_done)
         time.sleep(2.0)
 

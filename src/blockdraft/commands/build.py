@@ -84,8 +84,8 @@ def check_topology(config: RunConfig) -> tuple[list[torch.device], list[torch.de
     return targets, drafters
 
 
-def build(config: RunConfig, say: Callable[[str], None]) -> Built:
-    """Loads and builds; cheap checks come before anything large is loaded.
+def build(config: RunConfig, say: Callable[[str], None], *, node: int = 0, num_nodes: int = 1) -> Built:
+    """Loads and builds what one of `num_nodes` processes needs; cheap checks come before anything large is loaded.
 
     Raises:
         ConfigError: whatever is wrong with the config, the data or the target.
@@ -103,7 +103,7 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
         )
     # All that the store alone can show to be wrong, before the target is loaded.
     draft_ids = store.seen_ids() if config.loss.draft_vocab == "data" else None
-    loader = Loader(store, _loader_config(config, len(drafter_devices)), draft_ids)
+    loader = Loader(store, _loader_config(config, len(drafter_devices), node, num_nodes), draft_ids)
     _say_data(loader, draft_ids, say)
     names = set_names(config.eval.prompts)
     ids = config.drafter.target_layer_ids
@@ -116,7 +116,8 @@ def build(config: RunConfig, say: Callable[[str], None]) -> Built:
         config, target, store, lambda seen: mask_token_id(tokenizer, target.vocab_size, seen, target.stop_ids)
     )
     report_agreement(target, loader, store, say)
-    tapes = _tapes(config, target, tokenizer, names)
+    # Node 0 evaluates for all.
+    tapes = _tapes(config, target, tokenizer, names) if node == 0 else {}
     total_steps = config.steps if config.steps is not None else loader.steps_for(config.epochs)
     drafter = _first_drafter(config, shape, target.ends, draft_ids)
     steps = [_step(config, drafter, target.ends, draft_ids, device, total_steps) for device in drafter_devices]
@@ -135,7 +136,7 @@ def fingerprint(store: Store) -> str:
     return digest.hexdigest()[:16]
 
 
-def _loader_config(config: RunConfig, num_drafters: int) -> LoaderConfig:
+def _loader_config(config: RunConfig, drafters_here: int, node: int, num_nodes: int) -> LoaderConfig:
     data, block_size = config.data, config.drafter.block_size
     gamma = config.loss.gamma if config.loss.gamma is not None else default_gamma(block_size)
     if gamma <= 0:
@@ -154,7 +155,9 @@ def _loader_config(config: RunConfig, num_drafters: int) -> LoaderConfig:
         weight_L=_slot_weights(config.loss, block_size, gamma),
         after_gap=config.loss.after_gap,
         seed=config.seed,
-        num_drafters=num_drafters,
+        num_drafters=drafters_here * num_nodes,
+        first_drafter=drafters_here * node,
+        drafters_here=drafters_here,
         accumulation=config.optim.accumulation,
         reuse=config.runtime.reuse,
         keep_features=config.runtime.keep_features,

@@ -20,12 +20,13 @@ import torch
 import transformers
 
 from blockdraft.commands.build import Built, build
+from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.tracking import MetricsFile, open_trackers
 from blockdraft.config import RunConfig, to_json
 from blockdraft.decoding.acceptance import Acceptance
 from blockdraft.decoding.replay import replay
 from blockdraft.models.target import choose_dtype
-from blockdraft.runtime.distributed import SUM_SECONDS, is_several_nodes, join_world
+from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, is_several_nodes, join_world, this_node
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
@@ -67,7 +68,10 @@ class Control:
     ) -> None:
         """`line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step."""
         self.line_seconds = line_seconds
-        self.config, self.run_dir, self.say, self.delay = config, run_dir, say, delay
+        self.config, self.run_dir, self.delay = config, run_dir, delay
+        # One node speaks, writes and evaluates for all.
+        self.is_first_node = this_node() == 0
+        self.say = say if self.is_first_node else _say_nothing
         self._evaluations: queue.SimpleQueue[Evaluated] = queue.SimpleQueue()
         self._interrupts = 0
         self._saved_step = -1
@@ -80,20 +84,32 @@ class Control:
 
         Raises:
             ConfigError: something the user can mend.
-            WorkerError, Stalled: a worker died, or nothing moved.
+            WorkerError, Stalled, NodeLost: a worker died, nothing moved, or another node is gone.
         """
         config = self.config = resolve_dtypes(self.config)
         has_kernels = any(name != "cpu" for name in (*config.runtime.targets, *config.runtime.drafters))
         protection = Protection(self.say) if has_kernels else None
+        self.world = join_world() if len(config.runtime.drafters) > 1 or is_several_nodes() else None
         try:
-            return self._run(config, protection)
+            done = self._run(config, protection)
+            if self.world is not None:
+                self.world.part()
+            return done
+        except BaseException as error:
+            if self.world is not None:
+                self.world.fail(f"{type(error).__name__}: {error}")
+            raise
         finally:
             if protection is not None:
                 protection.end()
 
     def _run(self, config: RunConfig, protection: Protection | None) -> int:
         self.protection = protection
-        self.built: Built = build(config, self.say)
+        world = self.world
+        node, num_nodes = (world.node, world.num_nodes) if world is not None else (0, 1)
+        self.built: Built = build(config, self.say, node=node, num_nodes=num_nodes)
+        if num_nodes > 1:
+            self.say(f"{num_nodes} nodes with {len(self.built.steps)} drafters each")
         first_step = 0
         if config.resume:
             directory = Path(config.resume)
@@ -102,6 +118,8 @@ class Control:
             check_shape(directory, self.built.steps[0].drafter.shape)
             first_step = int(read_state(directory)["steps_done"])
             self.say(f"resuming from {directory}: {first_step} steps done")
+        if world is not None:
+            check_agreement(world, config, self.built.loader, first_step)
         if first_step >= self.built.total_steps:
             self.say(f"all {self.built.total_steps} steps are done already")
             return 0
@@ -109,9 +127,10 @@ class Control:
         self._line_step = first_step
         self._tokens_before = self._line_tokens = self.built.loader.tokens_before(first_step)
         # Trackers first: one that is not installed must leave no sign of a run behind.
-        self.trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
-        self._claim_run_dir()
-        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
+        if self.is_first_node:
+            self.trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
+            self._claim_run_dir()
+            self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
         self.pipeline = Pipeline(
             config.runtime,
             self.built.loader,
@@ -122,7 +141,7 @@ class Control:
             at_boundary=self._at_boundary,
             restore=self._restore if config.resume else None,
             cpu_threads=self._cpu_threads(),
-            world=join_world() if len(self.built.steps) > 1 or is_several_nodes() else None,
+            world=world,
             sum_seconds=SUM_SECONDS,
             when_warm=self._when_warm,
             delay=self.delay,
@@ -135,9 +154,10 @@ class Control:
             if _in_main_thread():
                 signal.signal(signal.SIGINT, previous)
                 signal.signal(signal.SIGTERM, terminate)
-            self.metrics.close()
-            for tracker in self.trackers:
-                tracker.close()
+            if self.is_first_node:
+                self.metrics.close()
+                for tracker in self.trackers:
+                    tracker.close()
 
     def _claim_run_dir(self) -> None:
         """Every check has passed: an earlier run that is not resumed goes, this run's config comes."""
@@ -178,6 +198,8 @@ class Control:
                     said = True
                     self.say("stopping: this step is finished and saved first; once more to stop at once")
                 pipeline.watchdog.check()
+                if self.world is not None:
+                    self.world.beat()
             if pipeline.crew.first_error is not None:
                 pipeline.abort_sums()
             pipeline.crew.join()
@@ -185,8 +207,11 @@ class Control:
             pipeline.abort_sums()
             pipeline.crew.fail(f"control stopped the run: {error!r}")
             if not isinstance(error, WorkerError):
-                # The error is control's own (Stalled, a second Ctrl-C): every thread ends before it is shown.
-                pipeline.crew.wait()
+                # The error is control's own: every thread ends before it is shown. Not so after a second Ctrl-C.
+                pipeline.crew.wait(1.0 if isinstance(error, KeyboardInterrupt) else 10.0)
+            elif self.world is not None and NodeLost.__name__ in str(error):
+                reason = self.world.reason(2.0)
+                raise WorkerError(f"{error}\n{reason}" if reason else str(error)) from error
             raise
         self._drain(0.0)
         done = pipeline.last_step + 1
@@ -258,7 +283,8 @@ class Control:
             self.say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.1f} s")
             return
         sums, grad_norm = item.read(self.config.drafter.block_size - 1)
-        self._log_step(item, report(sums), grad_norm)
+        if self.is_first_node:
+            self._log_step(item, report(sums), grad_norm)
 
     def _log_step(self, item: StepDone, found: StepReport, grad_norm: float) -> None:
         config, steps_done = self.config, item.step + 1
@@ -328,6 +354,10 @@ class Control:
             "draft_vocab": self.built.draft_vocab_size,
         }
         (self.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+
+
+def _say_nothing(_line: str) -> None:
+    """On every node but the first."""
 
 
 def resolve_dtypes(config: RunConfig) -> RunConfig:

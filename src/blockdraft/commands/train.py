@@ -26,15 +26,17 @@ class Options:
 def run(config: RunConfig, options: Options) -> int:
     """Runs it; 0 when the last step is done or a stop was asked for, 1 when a worker died."""
     from blockdraft.commands.control import Control
+    from blockdraft.runtime.distributed import NodeLost, this_node
     from blockdraft.runtime.workers import Stalled, WorkerError
 
     run_dir = Path(config.run_dir)
-    _check_run_dir(run_dir, config, options)
+    if this_node() == 0:
+        _check_run_dir(run_dir, config, options)
     config = _find_resume(config, run_dir)
     control = Control(config, run_dir, _say)
     try:
         return control.run()
-    except (WorkerError, Stalled) as error:
+    except (WorkerError, Stalled, NodeLost) as error:
         sys.stderr.write(f"error: {error}\n")
         _say_last_checkpoint(control)
         return 1

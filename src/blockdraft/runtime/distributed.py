@@ -44,11 +44,14 @@ class World:
     def __init__(self, node: int, num_nodes: int, store: Any) -> None:
         """`store`: what all drafters of all nodes meet at."""
         self.node, self.num_nodes, self.store = node, num_nodes, store
-        self._control = store.clone() if num_nodes > 1 else store
-        self._lead = store.clone() if num_nodes > 1 else store
+        self._control, self._lead = self.client(), self.client()
         self._is_ready = False
         self._beats, self._beat_time = 0, 0.0
         self._heard: dict[int, tuple[int, float]] = {}
+
+    def client(self) -> Any:
+        """A client of the store for one thread: a wait for a key holds its client until the key is there."""
+        return self.store.clone() if self.num_nodes > 1 else self.store
 
     # In control's thread
 
@@ -117,6 +120,17 @@ class World:
         """Raises NodeLost when another node has failed."""
         if self.num_nodes > 1 and self._ask(lambda: self._control.check(["failed"])):
             raise NodeLost(self._ask(lambda: self._control.get("failed")).decode())
+
+    def reason(self, seconds: float) -> str:
+        """Why the run broke, as far as other nodes have said or say within `seconds`; empty otherwise."""
+        deadline = time.monotonic() + seconds
+        while self.num_nodes > 1 and time.monotonic() < deadline:
+            try:
+                self.check_failure()
+            except NodeLost as error:
+                return str(error)
+            time.sleep(0.05)
+        return ""
 
     def want_stop(self) -> None:
         """Asks node 0 to end the run after its next step."""

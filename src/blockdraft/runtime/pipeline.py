@@ -223,7 +223,7 @@ class Pipeline:
                 self.channel.meet()
                 rank, size = self.loader.config.first_drafter + index, self.loader.config.num_drafters
                 step.sum_gradients = GradientSum(
-                    self.world.store, rank, size, step.drafter.device, self.sum_seconds, self.channel.meet
+                    self.world.client(), rank, size, step.drafter.device, self.sum_seconds, self.channel.meet
                 )
             self._train(worker, index)
             self._finish_together(index)

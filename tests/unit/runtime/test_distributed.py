@@ -115,3 +115,10 @@ def test_devices_are_parsed_or_refused():
         check_devices(("meta",), "drafters")
     with pytest.raises(ConfigError, match=r"runtime\.targets is empty"):
         check_devices((), "targets")
+
+
+def test_several_processes_on_a_node_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="expected torchrun --nproc-per-node 1, found 2"):
+        join_world()
