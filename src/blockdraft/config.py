@@ -146,7 +146,7 @@ class RuntimeConfig:
 
     topology: Literal["pool", "pairs", "shared"] = "pool"
     targets: tuple[str, ...] = ("cpu",)
-    """Device of each target worker, such as cuda:0."""
+    """Device of each target worker, such as cuda:0; cuda:0+cuda:1 divides one target's layers over two."""
     drafters: tuple[str, ...] = ("cpu",)
     """Device of each drafter worker."""
     channel_depth: int = 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockdraft.config import ConfigError
 from blockdraft.data import loader
 from blockdraft.data.template import Encoded
 from integration.test_resume import forget_after
@@ -177,3 +178,10 @@ def test_two_drafters_stop_after_the_same_step(files, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{last:08d}"]
     first, second = (step.optimizer.state_tensors() for step in ran.control.built.steps)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_run_with_a_divided_target_equals_one_with_a_whole_one(files, one_drafter, tmp_path):
+    ran = run_control(accumulated(files, tmp_path, runtime={"targets": ("cpu+cpu", "cpu")}), delay=jitter(2))
+    assert_same_run(ran.run_dir, one_drafter)
+    with pytest.raises(ConfigError, match="puts target and drafter of a pair on one device"):
+        run_control(accumulated(files, tmp_path, runtime={"topology": "shared", "targets": ("cpu+cpu",)}))

@@ -26,7 +26,7 @@ from blockdraft.models.drafter import Drafter, DrafterShape, derive_shape
 from blockdraft.models.ends import Ends
 from blockdraft.models.formats import load_export
 from blockdraft.models.target import DTYPES, Target, choose_dtype, load_tokenizer, mask_token_id
-from blockdraft.runtime.distributed import check_devices
+from blockdraft.runtime.distributed import check_devices, check_replicas
 from blockdraft.training.start import new_drafter
 from blockdraft.training.step import DrafterStep, MakeAttend
 
@@ -57,21 +57,21 @@ class Agreement(NamedTuple):
         return self.agreeing / max(1, self.labels)
 
 
-def check_topology(config: RunConfig) -> tuple[list[torch.device], list[torch.device]]:
-    """Devices of targets and drafters.
+def check_topology(config: RunConfig) -> tuple[list[list[torch.device]], list[torch.device]]:
+    """Devices of each target replica, and of drafters.
 
     Raises:
         ConfigError: devices that do not exist, or a topology they cannot form.
     """
     runtime = config.runtime
-    targets = check_devices(runtime.targets, "targets")
+    targets = check_replicas(runtime.targets)
     drafters = check_devices(runtime.drafters, "drafters")
     if runtime.topology != "pool" and len(targets) != len(drafters):
         raise ConfigError(
             f"runtime.topology {runtime.topology} joins one target to one drafter; got {len(targets)} targets and "
             f"{len(drafters)} drafters; give as many of each, or use pool"
         )
-    if runtime.topology == "shared" and targets != drafters:
+    if runtime.topology == "shared" and targets != [[device] for device in drafters]:
         raise ConfigError(
             f"runtime.topology shared puts target and drafter of a pair on one device; got targets {runtime.targets} "
             f"and drafters {runtime.drafters}; name the same devices for both"
@@ -108,8 +108,13 @@ def build(config: RunConfig, say: Callable[[str], None], *, node: int = 0, num_n
     names = set_names(config.eval.prompts)
     ids = config.drafter.target_layer_ids
     targets = [
-        Target.load(config.target, device=device, layer_ids=ids, num_drafter_layers=config.drafter.num_layers)
-        for device in target_devices
+        Target.load(
+            config.target,
+            device="+".join(map(str, devices)),
+            layer_ids=ids,
+            num_drafter_layers=config.drafter.num_layers,
+        )
+        for devices in target_devices
     ]
     target = targets[0]
     shape = _shape(

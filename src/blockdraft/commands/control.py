@@ -26,7 +26,7 @@ from blockdraft.config import RunConfig, to_json
 from blockdraft.decoding.acceptance import Acceptance
 from blockdraft.decoding.replay import replay
 from blockdraft.models.target import choose_dtype
-from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, is_several_nodes, join_world, this_node
+from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, join_world, this_node
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
@@ -87,17 +87,15 @@ class Control:
             WorkerError, Stalled, NodeLost: a worker died, nothing moved, or another node is gone.
         """
         config = self.config = resolve_dtypes(self.config)
-        has_kernels = any(name != "cpu" for name in (*config.runtime.targets, *config.runtime.drafters))
+        has_kernels = any(not name.startswith("cpu") for name in (*config.runtime.targets, *config.runtime.drafters))
         protection = Protection(self.say) if has_kernels else None
-        self.world = join_world() if len(config.runtime.drafters) > 1 or is_several_nodes() else None
+        self.world = join_world()
         try:
             done = self._run(config, protection)
-            if self.world is not None:
-                self.world.part()
+            self.world.part()
             return done
         except BaseException as error:
-            if self.world is not None:
-                self.world.fail(f"{type(error).__name__}: {error}")
+            self.world.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
             if protection is not None:
@@ -106,10 +104,9 @@ class Control:
     def _run(self, config: RunConfig, protection: Protection | None) -> int:
         self.protection = protection
         world = self.world
-        node, num_nodes = (world.node, world.num_nodes) if world is not None else (0, 1)
-        self.built: Built = build(config, self.say, node=node, num_nodes=num_nodes)
-        if num_nodes > 1:
-            self.say(f"{num_nodes} nodes with {len(self.built.steps)} drafters each")
+        self.built: Built = build(config, self.say, node=world.node, num_nodes=world.num_nodes)
+        if world.num_nodes > 1:
+            self.say(f"{world.num_nodes} nodes with {len(self.built.steps)} drafters each")
         first_step = 0
         if config.resume:
             directory = Path(config.resume)
@@ -118,8 +115,7 @@ class Control:
             check_shape(directory, self.built.steps[0].drafter.shape)
             first_step = int(read_state(directory)["steps_done"])
             self.say(f"resuming from {directory}: {first_step} steps done")
-        if world is not None:
-            check_agreement(world, config, self.built.loader, first_step)
+        check_agreement(world, config, self.built.fingerprint, first_step)
         if first_step >= self.built.total_steps:
             self.say(f"all {self.built.total_steps} steps are done already")
             return 0
@@ -141,7 +137,7 @@ class Control:
             at_boundary=self._at_boundary,
             restore=self._restore if config.resume else None,
             cpu_threads=self._cpu_threads(),
-            world=world,
+            world=world if self.built.loader.config.num_drafters > 1 else None,
             sum_seconds=SUM_SECONDS,
             when_warm=self._when_warm,
             delay=self.delay,
@@ -180,7 +176,7 @@ class Control:
     def _cpu_threads(self) -> int | None:
         """Intra-op threads of each CPU worker: torch's own number (OMP_NUM_THREADS) divided among the busy ones."""
         runtime = self.config.runtime
-        busy = [*runtime.targets, *runtime.drafters].count("cpu")
+        busy = sum(name.startswith("cpu") for name in (*runtime.targets, *runtime.drafters))
         if not busy:
             return None
         return max(1, torch.get_num_threads() // busy)
@@ -198,8 +194,7 @@ class Control:
                     said = True
                     self.say("stopping: this step is finished and saved first; once more to stop at once")
                 pipeline.watchdog.check()
-                if self.world is not None:
-                    self.world.beat()
+                self.world.beat()
             if pipeline.crew.first_error is not None:
                 pipeline.abort_sums()
             pipeline.crew.join()
@@ -209,7 +204,7 @@ class Control:
             if not isinstance(error, WorkerError):
                 # The error is control's own: every thread ends before it is shown. Not so after a second Ctrl-C.
                 pipeline.crew.wait(1.0 if isinstance(error, KeyboardInterrupt) else 10.0)
-            elif self.world is not None and NodeLost.__name__ in str(error):
+            elif NodeLost.__name__ in str(error):
                 reason = self.world.reason(2.0)
                 raise WorkerError(f"{error}\n{reason}" if reason else str(error)) from error
             raise

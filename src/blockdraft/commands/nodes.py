@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from blockdraft.config import RunConfig
-from blockdraft.data.loader import Loader
 from blockdraft.runtime.distributed import World
 
 OWN = (
@@ -16,8 +15,8 @@ COUNTED = ("runtime.targets", "runtime.drafters")
 """Devices: as many on every node, by whatever name. They are joined alike everywhere."""
 
 
-def check_agreement(world: World, config: RunConfig, loader: Loader, first_step: int) -> None:
-    """Compares this node's run with node 0's.
+def check_agreement(world: World, config: RunConfig, fingerprint: str, first_step: int) -> None:
+    """Compares this node's run with node 0's; `fingerprint` is that of the documents.
 
     Raises:
         ConfigError: names the first field that differs, with both values.
@@ -27,8 +26,7 @@ def check_agreement(world: World, config: RunConfig, loader: Loader, first_step:
             world.agree(f"number of {name}", str(len(value)))
         elif name not in OWN:
             world.agree(name, repr(value))
-    counts = loader.counts
-    world.agree("documents of data.train", f"{counts.documents} ({int(loader.lengths.sum())} tokens)")
+    world.agree("fingerprint of data.train", fingerprint)
     world.agree("steps done", str(first_step))
 
 

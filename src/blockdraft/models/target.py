@@ -25,6 +25,7 @@ from blockdraft.config import ConfigError, TargetConfig
 from blockdraft.models.drafter import TargetFacts, default_layer_ids
 from blockdraft.models.ends import Ends
 from blockdraft.models.kernels import use_torch_on_cpu
+from blockdraft.models.target_split import find_text_model, place, replica_devices
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -87,7 +88,7 @@ class Target:
         layer_ids: tuple[int, ...] | None = None,
         num_drafter_layers: int = 5,
     ) -> "Target":
-        """Loads a directory, a .gguf file or a hub name onto one device.
+        """Loads a directory, a .gguf file or a hub name onto a device, or onto several joined by plus signs.
 
         Raises:
             ConfigError: the path holds no model, or the model has no causal language model in it.
@@ -105,8 +106,7 @@ class Target:
             ) from error
         if Path(config.path).suffix == ".gguf":
             forget_quantization(model)
-        placed: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]
-        return Target(placed, layer_ids, num_drafter_layers)
+        return Target(place(model, device), layer_ids, num_drafter_layers)
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +128,8 @@ class Target:
 
         def hand_over(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if self._write is not None:
-                self._write(column, output if isinstance(output, Tensor) else output[0])
+                hidden_BSD = output if isinstance(output, Tensor) else output[0]
+                self._write(column, hidden_BSD.to(self.device))
                 if is_last and self._stop_early:
                     raise _Captured
 
@@ -136,7 +137,7 @@ class Target:
 
     def _hand_over_final(self, _module: nn.Module, _inputs: object, hidden_BSD: Tensor) -> None:
         if self._write is not None and self._runs_to_end:
-            self._write(len(self.layer_ids), hidden_BSD)
+            self._write(len(self.layer_ids), hidden_BSD.to(self.device))
 
     @torch.no_grad()
     def capture_with_final(self, input_ids_BS: Tensor, write: Callable[[int, Tensor], None]) -> None:
@@ -290,33 +291,10 @@ def choose_dtype(name: str, device: str | torch.device) -> Literal["bfloat16", "
     """Resolves `auto`: bfloat16, but float32 on a CPU without bfloat16 instructions, which would emulate it slowly."""
     if name != "auto":
         return "float32" if name == "float32" else "bfloat16"
-    is_slow = torch.device(device).type == "cpu" and not (
+    is_slow = replica_devices(device)[0].type == "cpu" and not (
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     return "float32" if is_slow else "bfloat16"
-
-
-def find_text_model(model: PreTrainedModel) -> nn.Module:
-    """The decoder stack (with `layers` and `norm`) of a causal language model or of a vision-language wrapper.
-
-    Raises:
-        ConfigError: no such stack is found.
-    """
-    expected = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        parts = dict(module.named_children())
-        layers, norm = parts.get("layers"), parts.get("norm")
-        if (
-            isinstance(layers, nn.ModuleList)
-            and len(layers) == expected
-            and norm is not None
-            and "embed_tokens" in parts
-        ):
-            return module
-    raise ConfigError(
-        f"{type(model).__name__}: expected a text model with embed_tokens, {expected} layers and a final norm, found "
-        "none; the target must be a decoder-only language model or a wrapper around one"
-    )
 
 
 def rope_theta(config: dict[str, Any]) -> float:
