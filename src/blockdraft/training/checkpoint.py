@@ -55,6 +55,7 @@ def save_checkpoint(
         "format": FORMAT,
         "steps_done": steps_done,
         "data": data,
+        "optimizer": optimizer.config.optimizer,
         "skipped_steps": int(optimizer.skipped),
         "shape": dataclasses.asdict(drafter.shape),
     }
@@ -145,6 +146,13 @@ def resume_into(directory: Path, drafter: Drafter, optimizer: MasterOptimizer) -
     """
     state = read_state(directory)
     check_shape(directory, drafter.shape)
+    # Checkpoints from before this entry have none; check_resumable compares the configs.
+    found, expected = state.get("optimizer", optimizer.config.optimizer), optimizer.config.optimizer
+    if found != expected:
+        raise ConfigError(
+            f"{directory}: expected moments of optim.optimizer {expected}, found those of {found}; resume with "
+            f"--optim.optimizer {found}, or start a new run"
+        )
     optimizer.load_state_tensors(load_file(directory / "optimizer.safetensors"))
     drafter.load_state_dict(load_file(directory / "drafter.safetensors"))
     with torch.no_grad():

@@ -122,3 +122,15 @@ def test_other_formats_and_empty_directories_are_refused(tmp_path):
         load_drafter(directory)
     with pytest.raises(ConfigError, match="expected a checkpoint, or a run directory with checkpoints"):
         newest_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("adamw", "muon"), ("muon", "adamw")])
+def test_moments_of_another_optimizer_are_refused(tmp_path, saved, resumed):
+    drafter, _ = trained()
+    optimizer = MasterOptimizer(drafter, dataclasses.replace(CONFIG, optimizer=saved))
+    directory = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2)
+    before = {name: weight.clone() for name, weight in drafter.named_parameters()}
+    other = MasterOptimizer(drafter, dataclasses.replace(CONFIG, optimizer=resumed))
+    with pytest.raises(ConfigError, match=rf"expected moments of optim\.optimizer {resumed}, found those of {saved}"):
+        resume_into(directory, drafter, other)
+    assert all(torch.equal(before[name], weight) for name, weight in drafter.named_parameters())
