@@ -19,17 +19,19 @@ import sys
 import time
 from pathlib import Path
 
-NUM_ANSWERS = 480
+NUM_ANSWERS = 512
 """Training prompts, each answered by the target."""
 MAX_NEW_TOKENS = 40
 """Longest answer, in training and in evaluation."""
 ROW_LENGTH = 72
 """Tokens of a row in the recipe smollm2_demo."""
-BATCH = 120
+BATCH = 128
 """Prompts that are answered together."""
+NUM_WATCHED = 4
+"""Prompts of each held-out set that are watched during training; all are measured at the end."""
 NUM_HELD_OUT = 16
 """Prompts of each of the two held-out sets, for acceptance by replay."""
-DECODE_TOKENS = 24
+DECODE_TOKENS = 20
 """Longest answer when decoding one by one."""
 NUM_DECODE = 8
 """Held-out prompts, half of each set, that are decoded one by one in float32 and compared with plain decoding."""
@@ -98,7 +100,7 @@ def main() -> None:
     # A run that was cut before its first checkpoint has nothing to resume: it is started over.
     train = ["train", "smollm2_demo", "--run-dir", runs / "train", "--resume", "auto", "--overwrite"]
     train += ["--target.path", target, "--data.train", store]
-    train += ["--eval.prompts", *held_out, "--eval.num-prompts", options.num_held_out]
+    train += ["--eval.prompts", *held_out, "--eval.num-prompts", min(NUM_WATCHED, options.num_held_out)]
     train += ["--eval.max-new-tokens", options.max_new_tokens]
     train += ["--steps", options.steps] if options.steps is not None else []
     demo.blockdraft("train", *train)

@@ -1,6 +1,6 @@
 """Writes the demo's prompts: one narrow family, "Write a Python function that VERB OBJECT."
 
-    python examples/demo_prompts.py runs/demo/prompts --num-train 480 --num-held-out 16
+    python examples/demo_prompts.py runs/demo/prompts --num-train 512 --num-held-out 16
 
 train.jsonl           pairs of seen verbs and seen objects
 unseen_pair.jsonl     both words occur in train.jsonl, the pair does not
@@ -80,7 +80,7 @@ def main() -> None:
     """Writes the files."""
     parser = argparse.ArgumentParser(description="Writes the demo's prompts.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--num-train", type=int, default=480)
+    parser.add_argument("--num-train", type=int, default=512)
     parser.add_argument("--num-held-out", type=int, default=16, help="prompts of each held-out set")
     parser.add_argument("--num-decode", type=int, default=8, help="prompts decoded one by one")
     options = parser.parse_args()

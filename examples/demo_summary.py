@@ -79,7 +79,11 @@ def draw(runs: Path, summary: dict[str, Any]) -> Path:
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), dpi=140)
     for name, points in read_curve(runs / "train" / "metrics.jsonl").items():
         steps, lengths = zip(*points, strict=True)
-        axes.plot(steps, lengths, marker="o", color=COLORS[name], label=f"drafter, {SETS[name]}")
+        watched = f"drafter, {SETS[name]}, the few prompts watched in training"
+        axes.plot(steps, lengths, marker="o", color=COLORS[name], label=watched)
+        after = summary["acceptance_length"][f"after_unseen_{SHORT[name]}"]
+        every = f"exported drafter, {SETS[name]}, all {summary['prompts_by_set'][name]} prompts"
+        axes.plot([steps[-1]], [after], marker="*", markersize=13, linestyle="", color=COLORS[name], label=every)
         control = summary["acceptance_length"][f"ngram_control_{SHORT[name]}"]
         label = f"order-5 n-gram table, {SETS[name]}"
         axes.axhline(control, linestyle="--", linewidth=1.2, color=COLORS[name], label=label)
@@ -89,7 +93,7 @@ def draw(runs: Path, summary: dict[str, Any]) -> Path:
     axes.set_title("SmolLM2-135M-Instruct on prompts that were not trained on")
     axes.set_ylim(bottom=0.9)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7)
     figure.tight_layout()
     path = runs / "acceptance.png"
     figure.savefig(path)

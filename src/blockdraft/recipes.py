@@ -57,9 +57,8 @@ def smollm2_demo() -> RunConfig:
         # Acceptance near 2 is decided in the first slots.
         loss=LossConfig(gamma=2.0, draft_vocab="data"),
         optim=OptimConfig(lr=2e-3, norm_lr=2e-2, clip=1.0, schedule="wsd", warmup=15 / steps, decay=0.5, final_lr=0.05),
-        # The target's forward costs several of the drafter's steps: it reads each document once, and each visit to a
-        # slot trains two steps with anchors of their own.
-        runtime=RuntimeConfig(targets=("cpu",), drafters=("cpu",), reuse=2, keep_features=True, attention="sdpa"),
+        # The target's forward costs several of the drafter's steps: it reads each document once.
+        runtime=RuntimeConfig(targets=("cpu",), drafters=("cpu",), keep_features=True, attention="sdpa"),
         eval=EvalConfig(every=320, num_prompts=16, max_new_tokens=40),
     )
 
