@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 
 from blockdraft.runtime.counters import CompileCounters
 from blockdraft.runtime.guards_torch import DenseAttentionError, FxFlagGuard, attention_site, guard_dense_attention
