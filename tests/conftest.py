@@ -15,8 +15,11 @@ import torch
 def pytest_configure() -> None:
     # Tiny tensors gain nothing from a second thread, and workers of a run must not fight for the cores.
     torch.set_num_threads(1)
-    # No time limit per example (the machine may be shared); the same examples on every run.
-    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
+    # No verdict on speed (the machine may be shared); the same examples on every run.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "suite", deadline=None, derandomize=True, print_blob=True, suppress_health_check=slow
+    )
     hypothesis.settings.load_profile("suite")
 
 
