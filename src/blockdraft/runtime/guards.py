@@ -7,6 +7,7 @@ anything is compiled. docs/decisions/0002-thread-guards.md says what each guard 
 import importlib
 import importlib.util
 import logging
+import pkgutil
 import threading
 import time
 from collections.abc import Iterable
@@ -114,6 +115,27 @@ KERNEL_MODULES = (
 )
 
 
+COLD_CACHE_MODULES = (
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cpu_device_op_overrides",
+    "torch._inductor.codegen.cuda.device_op_overrides",
+    "torch._inductor.codegen.mps_device_op_overrides",
+    "torch._inductor.codegen.mtia",
+    "torch._inductor.codegen.mtia.device_op_overrides",
+    "torch._inductor.codegen.segmented_tree",
+    "torch._inductor.codegen.xpu.device_op_overrides",
+    "torch._inductor.extern_node_serializer",
+    "torch._inductor.kernel_template_choice",
+)
+"""What Inductor imports at a first compile only when its disk cache has nothing."""
+COLD_CACHE_PACKAGES = (
+    "torch._inductor.fx_passes",
+    "torch._inductor.fx_passes.serialized_patterns",
+    "torch._inductor.runtime.caching",
+)
+"""The same, for packages of which any module may be wanted."""
+
+
 class Imported(NamedTuple):
     """A module that was brought in up front; `found` is False where this installation lacks it."""
 
@@ -128,8 +150,17 @@ def import_everything(*, kernels: bool, more: Iterable[str] = ()) -> list[Import
     A first import from two threads at once can hand one of them a half-imported module. `kernels` adds Triton and FLA,
     which a run on CPUs has no use for; `more` adds modules of the target's own.
     """
-    names = TORCH_MODULES + TRANSFORMERS_MODULES + (KERNEL_MODULES if kernels else ()) + tuple(more)
-    return [_import(name) for name in names]
+    names = TORCH_MODULES + COLD_CACHE_MODULES + TRANSFORMERS_MODULES + (KERNEL_MODULES if kernels else ())
+    inside = [name for package in COLD_CACHE_PACKAGES for name in _modules_of(package)]
+    return [_import(name) for name in (*names, *inside, *more)]
+
+
+def _modules_of(package: str) -> list[str]:
+    """The package and its modules; nothing where this torch has no such package."""
+    if not _exists(package):
+        return []
+    path = importlib.import_module(package).__path__
+    return [package, *(f"{package}.{module.name}" for module in pkgutil.iter_modules(path))]
 
 
 def _import(name: str) -> Imported:

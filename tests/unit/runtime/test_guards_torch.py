@@ -4,8 +4,10 @@ Imports change a process for good, so those tests run in processes of their own.
 """
 
 import contextvars
+import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 
@@ -21,10 +23,15 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def run_script(script, *arguments):
-    """Run a script in a fresh interpreter; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments], capture_output=True, text=True, timeout=110
-    )
+    """Run a script in a fresh interpreter with a cold cache; return what it printed."""
+    with tempfile.TemporaryDirectory() as cold:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cold},
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 
