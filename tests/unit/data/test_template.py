@@ -72,9 +72,9 @@ def test_answers_of_any_text_come_back_whole(texts: list[str]):
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_supervised():
-    tokenizer = tiny_tokenizer(CHATML, words=("ĊĊ",))
-    encoded = encode(chat("a", "\nb"), tokenizer)
-    assert supervised(encoded, tokenizer) == ["b<|im_end|>"]
+    tokenizer = tiny_tokenizer(CHATML, words=("ab", "ĠĠ", "ĊĊ"))
+    encoded = encode(chat("a", "\n"), tokenizer)
+    assert supervised(encoded, tokenizer) == ["<|im_end|>"]
 
 
 def test_an_empty_think_block_is_supplied_by_the_generation_prompt():
