@@ -27,10 +27,11 @@ from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.drafter import Drafter, derive_shape
 from blockdraft.models.target import Target
 from blockdraft.runtime.distributed import join_world
-from blockdraft.runtime.pipeline import Pipeline, pinned, to_device
+from blockdraft.runtime.pipeline import Pipeline
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.startup import Protection
+from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.metrics import report
 from blockdraft.training.step import DrafterStep, MakeAttend

@@ -13,14 +13,16 @@ from typing import NamedTuple
 import torch
 
 from blockdraft.config import RuntimeConfig
-from blockdraft.data.loader import Fill, Loader, MicroBatch, TargetBatch
+from blockdraft.data.loader import Fill, Loader, MicroBatch
 from blockdraft.models.target import Target
 from blockdraft.runtime.channel import Channel, Stopped
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
 from blockdraft.runtime.reports import StepDone, WarmedUp, report_step
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link
+from blockdraft.runtime.transfers import pinned, to_device
+from blockdraft.runtime.warm_up import warm_up_drafter, warm_up_target
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
-from blockdraft.training.step import Blocks, DrafterStep
+from blockdraft.training.step import DrafterStep
 
 WARM_UP_SECONDS = 1800.0
 """A start-up in which nothing is reported for this long has hung: one compilation or load can take many minutes."""
@@ -197,7 +199,8 @@ class Pipeline:
             rows, length = config.num_rows, config.row_length
             filler = Filler(self.targets[index], rows, length, self.kept, with_final=self._with_final)
             with self._compile_lock:
-                self._warm_target(worker, filler, index)
+                reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
+                warm_up_target(worker.name, filler, [slots[0] for slots in reached], self.shapes, self.reports.put)
             self._begin(worker)
             while (work := self.channel.next_work(index)) is not None:
                 worker.step = work.fill.passes[0].step
@@ -313,73 +316,3 @@ class Pipeline:
             self.last_step = step_number
         if world is not None:
             world.lead(step_number, self.last_step)
-
-    def _warm_target(self, worker: Worker, filler: Filler, index: int) -> None:
-        reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
-        # Buffers and links to every drafter's device come with the first shape; all others need one slot only.
-        waiting = list({slots[0].device: slots[0] for slots in reached}.values())
-        for bucket in self.shapes:
-            started = time.perf_counter()
-            ids_BP = torch.zeros(bucket, dtype=torch.long)
-            trash_BP = torch.full(bucket, waiting[0].buffer.shape[0] - 1, dtype=torch.long)
-            empty = Fill(-1, -1, (TargetBatch(ids_BP, trash_BP),), (0,) * self.loader.config.num_rows, ())
-            for slot in waiting:
-                filler.fill(slot, empty)
-            del waiting[1:]
-            if worker.device.type == "cuda":
-                torch.cuda.synchronize(worker.device)
-            what = f"{bucket.batch} x {bucket.length} tokens"
-            self.reports.put(WarmedUp(worker.name, what, time.perf_counter() - started))
-
-
-def pinned(fill: Fill) -> Fill:
-    """The same fill in page-locked memory: only from there a copy to a GPU does not make its thread wait."""
-    batches = tuple(TargetBatch(*(tensor.pin_memory() for tensor in batch)) for batch in fill.batches)
-    passes = tuple(
-        one._replace(
-            input_ids_RT=one.input_ids_RT.pin_memory(),
-            document_RT=one.document_RT.pin_memory(),
-            position_RT=one.position_RT.pin_memory(),
-            anchor_RA=one.anchor_RA.pin_memory(),
-            label_RAS=one.label_RAS.pin_memory(),
-            supervised_RAS=one.supervised_RAS.pin_memory(),
-            weight_RAS=one.weight_RAS.pin_memory(),
-        )
-        for one in fill.passes
-    )
-    return fill._replace(batches=batches, passes=passes)
-
-
-def to_device(one: MicroBatch, device: torch.device) -> Blocks:
-    """The tensors of a micro-batch on the drafter's device."""
-    tensors = (
-        one.input_ids_RT,
-        one.document_RT,
-        one.position_RT,
-        one.anchor_RA,
-        one.label_RAS,
-        one.supervised_RAS,
-        one.weight_RAS,
-    )
-    return Blocks(*(tensor.to(device, non_blocking=True) for tensor in tensors))
-
-
-def warm_up_drafter(step: DrafterStep, slot: Slot, loader: Loader) -> None:
-    """Runs a whole step on a micro-batch without valid blocks at learning rate 0; checks that it changed nothing."""
-    config, device = loader.config, step.drafter.device
-    rows, anchors = (config.num_rows, config.row_length), (config.num_rows, config.num_anchors)
-    slots = (*anchors, config.block_size - 1)
-    empty = Blocks(
-        torch.zeros(rows, dtype=torch.long, device=device),
-        torch.full(rows, -1, dtype=torch.long, device=device),
-        torch.zeros(rows, dtype=torch.long, device=device),
-        torch.full(anchors, -1, dtype=torch.long, device=device),
-        torch.zeros(slots, dtype=torch.long, device=device),
-        torch.zeros(slots, dtype=torch.bool, device=device),
-        torch.zeros(slots, device=device),
-    )
-    before = [weight.detach().clone() for weight in step.optimizer.masters.values()]
-    step.micro_batch(slot.features_RTC, empty, 1.0)
-    step.rehearse()
-    for weight, old in zip(step.optimizer.masters.values(), before, strict=True):
-        assert torch.equal(weight, old), "warm-up changed a weight"

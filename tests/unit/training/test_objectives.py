@@ -11,8 +11,9 @@ from blockdraft.data.loader import Fill, Loader
 from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.ends import Ends
 from blockdraft.models.target import Target
-from blockdraft.runtime.pipeline import to_device, warm_up_drafter
 from blockdraft.runtime.slots import Filler, Slot
+from blockdraft.runtime.transfers import to_device
+from blockdraft.runtime.warm_up import warm_up_drafter
 from blockdraft.training.loss import dpace_weights, slot_kl, target_choice
 from blockdraft.training.metrics import report
 from blockdraft.training.step import DrafterStep, drafter_hidden, states_before

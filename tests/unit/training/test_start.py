@@ -11,8 +11,8 @@ from blockdraft.data.anchors import position_weights
 from blockdraft.data.loader import Loader
 from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.drafter import derive_shape
-from blockdraft.runtime.pipeline import to_device
 from blockdraft.runtime.slots import Filler, Slot
+from blockdraft.runtime.transfers import to_device
 from blockdraft.training.metrics import report
 from blockdraft.training.start import calibrate, new_drafter
 from blockdraft.training.step import DrafterStep

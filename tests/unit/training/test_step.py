@@ -7,8 +7,9 @@ from blockdraft.config import LossConfig, OptimConfig
 from blockdraft.data.loader import Fill, Loader
 from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.target import Target
-from blockdraft.runtime.pipeline import to_device, warm_up_drafter
 from blockdraft.runtime.slots import Filler, Slot
+from blockdraft.runtime.transfers import to_device
+from blockdraft.runtime.warm_up import warm_up_drafter
 from blockdraft.training.metrics import report
 from blockdraft.training.step import DrafterStep
 from integration.tiny import tiny_drafter, tiny_target

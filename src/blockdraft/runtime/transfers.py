@@ -1,0 +1,41 @@
+"""Micro-batches on their way from the loader to the GPUs.
+
+R rows, T tokens of a row, A anchors, S drafted slots; B documents and P tokens of a target batch.
+"""
+
+import torch
+
+from blockdraft.data.loader import Fill, MicroBatch, TargetBatch
+from blockdraft.training.step import Blocks
+
+
+def pinned(fill: Fill) -> Fill:
+    """The same fill in page-locked memory: only from there a copy to a GPU does not make its thread wait."""
+    batches = tuple(TargetBatch(*(tensor.pin_memory() for tensor in batch)) for batch in fill.batches)
+    passes = tuple(
+        one._replace(
+            input_ids_RT=one.input_ids_RT.pin_memory(),
+            document_RT=one.document_RT.pin_memory(),
+            position_RT=one.position_RT.pin_memory(),
+            anchor_RA=one.anchor_RA.pin_memory(),
+            label_RAS=one.label_RAS.pin_memory(),
+            supervised_RAS=one.supervised_RAS.pin_memory(),
+            weight_RAS=one.weight_RAS.pin_memory(),
+        )
+        for one in fill.passes
+    )
+    return fill._replace(batches=batches, passes=passes)
+
+
+def to_device(one: MicroBatch, device: torch.device) -> Blocks:
+    """The tensors of a micro-batch on the drafter's device."""
+    tensors = (
+        one.input_ids_RT,
+        one.document_RT,
+        one.position_RT,
+        one.anchor_RA,
+        one.label_RAS,
+        one.supervised_RAS,
+        one.weight_RAS,
+    )
+    return Blocks(*(tensor.to(device, non_blocking=True) for tensor in tensors))
