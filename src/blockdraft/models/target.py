@@ -25,6 +25,7 @@ from blockdraft.config import ConfigError, TargetConfig
 from blockdraft.models.drafter import TargetFacts, default_layer_ids
 from blockdraft.models.ends import Ends
 from blockdraft.models.kernels import use_torch_on_cpu
+from blockdraft.models.packed_check import one_document_a_row, skip_packed_check
 from blockdraft.models.target_split import find_text_model, place, replica_devices
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -61,6 +62,7 @@ class Target:
         self.num_layers = len(self.layers)
         if self.device.type == "cpu":
             use_torch_on_cpu(model)
+        skip_packed_check()
         self.layer_ids = layer_ids or default_layer_ids(self.num_layers, num_drafter_layers)
         if not all(0 <= layer < self.num_layers for layer in self.layer_ids):
             raise ConfigError(
@@ -144,7 +146,8 @@ class Target:
         """As `capture`, but runs to the end: column C receives the final-normed hidden states, which the head reads."""
         self._write, self._runs_to_end = write, True
         try:
-            self.text_model(input_ids=input_ids_BS, use_cache=False)
+            with one_document_a_row():
+                self.text_model(input_ids=input_ids_BS, use_cache=False)
         finally:
             self._write, self._runs_to_end = None, False
 
@@ -156,7 +159,8 @@ class Target:
         """
         self._write, self._stop_early = write, True
         try:
-            self.text_model(input_ids=input_ids_BS, use_cache=False)
+            with one_document_a_row():
+                self.text_model(input_ids=input_ids_BS, use_cache=False)
         except _Captured:
             return
         finally:
