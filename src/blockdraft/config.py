@@ -157,8 +157,6 @@ class RuntimeConfig:
     """Keep every slot's features in host memory: the target runs once, later epochs reorder the same slots."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """auto: compiled flex_attention on a GPU, masked SDPA on a CPU."""
-    poison: bool = False
-    """Debug: overwrite drained slots with NaN."""
     stall_seconds: float = 300.0
     """Print all stacks and stop when nothing moved for this long."""
 

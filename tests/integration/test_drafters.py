@@ -12,6 +12,8 @@ import torch
 from blockdraft.config import ConfigError
 from blockdraft.data import loader
 from blockdraft.data.template import Encoded
+from blockdraft.runtime.diagnostics import Diagnostics
+from blockdraft.runtime.pipeline import no_delay
 from integration.test_resume import forget_after
 from integration.tiny_run import (
     Files,
@@ -147,11 +149,12 @@ def test_a_replica_with_three_token_replies_only(tmp_path, monkeypatch, objectiv
     ("topology", "targets", "drafters"), [("pairs", 2, 2), ("pool", 2, 2), ("pool", 3, 1), ("pool", 1, 3)]
 )
 def test_random_sleeps_change_nothing(files, tmp_path, topology, targets, drafters):
-    runtime = {"topology": topology, "targets": ("cpu",) * targets, "drafters": ("cpu",) * drafters, "poison": True}
+    runtime = {"topology": topology, "targets": ("cpu",) * targets, "drafters": ("cpu",) * drafters}
     runs = []
     for seed in (None, 1, 2):
         config = accumulated(files, tmp_path / str(seed), 3 if drafters == 3 else 2, runtime=runtime)
-        runs.append(run_control(config) if seed is None else run_control(config, delay=jitter(seed)))
+        delay = no_delay if seed is None else jitter(seed)
+        runs.append(run_control(config, delay=delay, diagnostics=Diagnostics(poison=True)))
     assert_same_run(runs[1].run_dir, runs[0].run_dir)
     assert_same_run(runs[2].run_dir, runs[0].run_dir)
 

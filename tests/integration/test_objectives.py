@@ -7,6 +7,7 @@ import pytest
 
 from blockdraft.commands.control import Control
 from blockdraft.config import ConfigError
+from blockdraft.runtime.diagnostics import Diagnostics
 from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config
 
 KINDS = [("ce", "data"), ("ce", "argmax"), ("dpace", "data"), ("dpace", "argmax"), ("kl", "data"), ("kl", "argmax")]
@@ -19,14 +20,17 @@ def files(tmp_path_factory) -> Files:
 
 def config_for(files: Files, run_dir, objective: str, labels: str, **changes):
     loss = {"objective": objective, "labels": labels, "draft_vocab": "full"}
-    # Drained slots are NaN: whatever is read too late, or never written, is seen.
-    runtime = {"poison": True} | changes.pop("runtime", {})
-    return tiny_config(files, run_dir, loss=loss, runtime=runtime, optim={"lr": 5e-3}, **changes)
+    return tiny_config(files, run_dir, loss=loss, optim={"lr": 5e-3}, **changes)
+
+
+def run_poisoned(config):
+    """Drained slots are NaN: whatever is read too late, or never written, is seen."""
+    return run_control(config, diagnostics=Diagnostics(poison=True))
 
 
 @pytest.mark.parametrize(("objective", "labels"), KINDS)
 def test_a_run_with_each_objective_lowers_its_loss(files, tmp_path, objective, labels):
-    found = run_control(config_for(files, tmp_path, objective, labels))
+    found = run_poisoned(config_for(files, tmp_path, objective, labels))
     losses = [line["loss"] for line in metrics(found.run_dir)]
     assert all(math.isfinite(loss) and loss > 0 for loss in losses)
     assert sum(losses[-3:]) < sum(losses[:3])
@@ -39,14 +43,14 @@ def test_final_states_come_through_any_number_of_targets_and_passes(files, tmp_p
     runs = []
     for name, targets in (("one", ("cpu",)), ("two", ("cpu", "cpu"))):
         config = config_for(files, tmp_path / name, "kl", "argmax", runtime={"targets": targets, "reuse": 2})
-        runs.append(run_control(config).run_dir)
+        runs.append(run_poisoned(config).run_dir)
     assert_same_run(*runs)
 
 
 def test_kl_over_a_draft_vocabulary(files, tmp_path):
     config = config_for(files, tmp_path, "kl", "data")
     config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, draft_vocab="data"))
-    assert all(math.isfinite(line["loss"]) for line in metrics(run_control(config).run_dir))
+    assert all(math.isfinite(line["loss"]) for line in metrics(run_poisoned(config).run_dir))
 
 
 def test_argmax_labels_over_a_draft_vocabulary_are_refused(files, tmp_path):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from blockdraft.commands.control import Control
+from blockdraft.models.target import Target
+from blockdraft.runtime.diagnostics import Diagnostics
 from integration.tiny_run import Files, assert_same_run, final_tensors, make_files, metrics, run_control, tiny_config
 
 
@@ -61,8 +63,28 @@ def test_a_later_number_that_is_done_first_waits_for_its_turn(files, reference, 
 
 
 def test_poisoned_slots_change_nothing(files, reference, tmp_path):
-    config = tiny_config(files, tmp_path, runtime={"poison": True, "channel_depth": 1, "targets": ("cpu", "cpu")})
-    assert_same_run(run_control(config, delay=jitter(7)).run_dir, reference)
+    config = tiny_config(files, tmp_path, runtime={"channel_depth": 1, "targets": ("cpu", "cpu")})
+    ran = run_control(config, delay=jitter(7), diagnostics=Diagnostics(poison=True))
+    assert_same_run(ran.run_dir, reference)
+    assert all(torch.isnan(slot.buffer).all() for slots in ran.control.pipeline.slots for slot in slots)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_serial_targets_take_turns(files, reference, tmp_path, monkeypatch, serial):
+    inside, most, capture = [], [], Target.capture
+
+    def look(self: Target, *arguments) -> None:
+        inside.append(1)
+        most.append(len(inside))
+        # Long enough for the other target to come in.
+        time.sleep(0.03)
+        capture(self, *arguments)
+        inside.pop()
+
+    monkeypatch.setattr(Target, "capture", look)
+    config = tiny_config(files, tmp_path, runtime={"channel_depth": 4, "targets": ("cpu", "cpu")})
+    assert_same_run(run_control(config, diagnostics=Diagnostics(serial_targets=serial)).run_dir, reference)
+    assert max(most) == (1 if serial else 2)
 
 
 def test_a_seed_makes_another_run(files, reference, tmp_path):

@@ -104,7 +104,9 @@ def test_a_changed_config_is_refused_by_name(files, tmp_path):
     config = tiny_config(files, tmp_path, steps=1)
     run_control(config)
     checkpoint = newest_checkpoint(tmp_path)
-    allowed = tiny_config(files, tmp_path / "b", steps=20, save_every=1, runtime={"channel_depth": 1, "poison": True})
+    allowed = tiny_config(
+        files, tmp_path / "b", steps=20, save_every=1, runtime={"channel_depth": 1, "stall_seconds": 9.0}
+    )
     check_resumable(checkpoint, allowed)
     for changes, names in (
         ({"seed": 3}, ["seed: 0 -> 3"]),

@@ -17,6 +17,7 @@ from blockdraft.config import RunConfig
 from blockdraft.data.store import ManifestInfo, write_store
 from blockdraft.data.template import Encoded, template_hash, tokenizer_hash
 from blockdraft.recipes import tiny
+from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.pipeline import Delay, no_delay
 from blockdraft.training.checkpoint import list_checkpoints
 from integration.tiny import CONFIGS
@@ -94,7 +95,11 @@ class Ran(NamedTuple):
 
 
 def run_control(
-    config: RunConfig, *, delay: Delay = no_delay, say: Callable[[Control, str], None] | None = None
+    config: RunConfig,
+    *,
+    delay: Delay = no_delay,
+    say: Callable[[Control, str], None] | None = None,
+    diagnostics: Diagnostics = NONE,
 ) -> Ran:
     """Trains in this thread; `say` sees each console line."""
     run_dir = Path(config.run_dir)
@@ -106,7 +111,7 @@ def run_control(
         if say is not None:
             say(control, line)
 
-    control = Control(config, run_dir, hear, delay=delay, line_seconds=0.0)
+    control = Control(config, run_dir, hear, delay=delay, line_seconds=0.0, diagnostics=diagnostics)
     assert control.run() == 0
     assert worker_threads() == []
     return Ran(run_dir, lines, control)

@@ -115,12 +115,12 @@ def test_flags_of_train_stand_over_the_recipe(calls: Calls) -> None:
 
 
 def test_flags_take_none_empty_tuples_choices_and_switches(calls: Calls) -> None:
-    flags = "--drafter.target_layer_ids None --trackers wandb trackio --runtime.poison --optim.betas 0.8 0.9"
+    flags = "--drafter.target_layer_ids None --trackers wandb trackio --runtime.keep_features --optim.betas 0.8 0.9"
     assert main(["train", "tiny", *flags.split()]) == 0
     config = calls[0][0]
     assert config.drafter.target_layer_ids is None
     assert config.trackers == ("wandb", "trackio")
-    assert config.runtime.poison is True
+    assert config.runtime.keep_features is True
     assert config.optim.betas == (0.8, 0.9)
     assert main(["train", "tiny", "--trackers"]) == 0
     assert calls[1][0].trackers == ()

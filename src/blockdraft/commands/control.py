@@ -4,31 +4,27 @@ Saving and evaluating happen in drafter 0's thread, between two of its steps.
 """
 
 import dataclasses
-import json
-import os
-import platform
 import queue
-import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
 
 import torch
-import transformers
 
 from blockdraft.commands.build import Built, build
 from blockdraft.commands.nodes import check_agreement
+from blockdraft.commands.recording import LINE_SECONDS, Recorder
+from blockdraft.commands.run_directory import claim, write_environment
 from blockdraft.commands.tracking import MetricsFile, open_trackers
-from blockdraft.config import RunConfig, to_json
-from blockdraft.decoding.acceptance import Acceptance
+from blockdraft.config import RunConfig
 from blockdraft.decoding.replay import replay
 from blockdraft.models.target import choose_dtype
+from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, join_world, this_node
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
-from blockdraft.runtime.reports import StepDone, WarmedUp
+from blockdraft.runtime.reports import Evaluated, SetAcceptance, StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.checkpoint import (
@@ -39,19 +35,9 @@ from blockdraft.training.checkpoint import (
     resume_into,
     save_checkpoint,
 )
-from blockdraft.training.metrics import StepReport, report
 from blockdraft.training.step import DrafterStep
 
 POLL_SECONDS = 0.05
-LINE_SECONDS = 1.0
-
-
-class Evaluated(NamedTuple):
-    """Held-out acceptance after some steps."""
-
-    step: int
-    acceptance: dict[str, Acceptance]
-    seconds: float
 
 
 class Control:
@@ -65,19 +51,17 @@ class Control:
         *,
         delay: Delay = no_delay,
         line_seconds: float = LINE_SECONDS,
+        diagnostics: Diagnostics = NONE,
     ) -> None:
         """`line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step."""
         self.line_seconds = line_seconds
         self.config, self.run_dir, self.delay = config, run_dir, delay
+        self.diagnostics = diagnostics
         # One node speaks, writes and evaluates for all.
         self.is_first_node = this_node() == 0
         self.say = say if self.is_first_node else _say_nothing
-        self._evaluations: queue.SimpleQueue[Evaluated] = queue.SimpleQueue()
         self._interrupts = 0
         self._saved_step = -1
-        self._tokens_before = 0
-        self._line_time, self._line_tokens, self._line_step = time.monotonic(), 0, 0
-        self.reports: list[StepReport] = []
 
     def run(self) -> int:
         """Builds everything, trains, and returns the exit code.
@@ -120,13 +104,21 @@ class Control:
             self.say(f"all {self.built.total_steps} steps are done already")
             return 0
         self._saved_step = first_step if config.resume else -1
-        self._line_step = first_step
-        self._tokens_before = self._line_tokens = self.built.loader.tokens_before(first_step)
         # Trackers first: one that is not installed must leave no sign of a run behind.
         if self.is_first_node:
-            self.trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
-            self._claim_run_dir()
-            self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", first_step)
+            trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
+            claim(self.run_dir, config)
+            write_environment(self.run_dir, self.built)
+            self.recorder = Recorder(
+                config,
+                self.say,
+                total_steps=self.built.total_steps,
+                first_step=first_step,
+                tokens_before=self.built.loader.tokens_before(first_step),
+                trackers=trackers,
+                metrics=MetricsFile(self.run_dir / "metrics.jsonl", first_step),
+                line_seconds=self.line_seconds,
+            )
         self.pipeline = Pipeline(
             config.runtime,
             self.built.loader,
@@ -141,6 +133,7 @@ class Control:
             sum_seconds=SUM_SECONDS,
             when_warm=self._when_warm,
             delay=self.delay,
+            diagnostics=self.diagnostics,
         )
         previous = signal.signal(signal.SIGINT, self._interrupted) if _in_main_thread() else None
         terminate = signal.signal(signal.SIGTERM, self._interrupted) if _in_main_thread() else None
@@ -151,20 +144,7 @@ class Control:
                 signal.signal(signal.SIGINT, previous)
                 signal.signal(signal.SIGTERM, terminate)
             if self.is_first_node:
-                self.metrics.close()
-                for tracker in self.trackers:
-                    tracker.close()
-
-    def _claim_run_dir(self) -> None:
-        """Every check has passed: an earlier run that is not resumed goes, this run's config comes."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        if not self.config.resume:
-            (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)
-            shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
-        side = self.run_dir / "config.json.partial"
-        side.write_text(to_json(self.config), encoding="utf-8")
-        side.rename(self.run_dir / "config.json")
-        self._write_environment()
+                self.recorder.close()
 
     def _restore(self, step: DrafterStep) -> None:
         resume_into(Path(self.config.resume), step.drafter, step.optimizer)
@@ -253,11 +233,12 @@ class Control:
     def _evaluate(self, steps_done: int) -> None:
         started = time.monotonic()
         step = self.built.steps[0]
-        found = {
-            name: replay(step.drafter, step.ends, tapes, progress=lambda _: self.pipeline.watchdog.beat())
-            for name, tapes in self.built.tapes.items()
-        }
-        self._evaluations.put(Evaluated(steps_done, found, time.monotonic() - started))
+        sets = {}
+        for name, tapes in self.built.tapes.items():
+            found = replay(step.drafter, step.ends, tapes, progress=lambda _: self.pipeline.watchdog.beat())
+            sets[name] = SetAcceptance(found.acceptance_length, found.rounds)
+        # In line with the steps, so that the order of metrics.jsonl never depends on timing.
+        self.pipeline.reports.put(Evaluated(steps_done, sets, time.monotonic() - started))
 
     # Reports of the workers, in the main thread
 
@@ -269,86 +250,19 @@ class Control:
                 self._handle(self.pipeline.reports.get_nowait())
         except queue.Empty:
             pass
-        while not self._evaluations.empty():
-            self._log_evaluation(self._evaluations.get())
 
-    def _handle(self, item: StepDone | WarmedUp) -> None:
+    def _handle(self, item: StepDone | WarmedUp | Evaluated) -> None:
         self.pipeline.watchdog.beat()
         if isinstance(item, WarmedUp):
             self.say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.1f} s")
-            return
-        sums, grad_norm = item.read(self.config.drafter.block_size - 1)
-        if self.is_first_node:
-            self._log_step(item, report(sums), grad_norm)
-
-    def _log_step(self, item: StepDone, found: StepReport, grad_norm: float) -> None:
-        config, steps_done = self.config, item.step + 1
-        self.reports.append(found)
-        values: dict[str, Any] = {
-            "step": steps_done,
-            "loss": found.loss,
-            "accept": found.acceptance_length,
-            "accuracy": found.accuracy,
-            "grad_norm": grad_norm,
-            "lr": config.optim.lr * item.lr_scale,
-            "blocks": found.blocks,
-        }
-        for tracker in self.trackers:
-            tracker.log(steps_done, values)
-        tokens = self._tokens_before + item.tokens
-        line = values | {
-            "accuracy_per_slot": [round(value, 4) for value in found.accuracy_per_slot],
-            "tokens": tokens,
-            "seconds": round(time.monotonic() - self.pipeline.started, 3),
-        }
-        self.metrics.write(line)
-        is_due = time.monotonic() - self._line_time >= self.line_seconds
-        if is_due or steps_done == self.built.total_steps:
-            self.say(self._console_line(steps_done, found, values["lr"], tokens))
-
-    def _console_line(self, steps_done: int, found: StepReport, lr: float, tokens: int) -> str:
-        now = time.monotonic()
-        seconds = max(1e-9, now - self._line_time)
-        rate = (tokens - self._line_tokens) / seconds
-        left = (self.built.total_steps - steps_done) * seconds / max(1, steps_done - self._line_step)
-        self._line_time, self._line_tokens, self._line_step = now, tokens, steps_done
-        busy = self.pipeline.busy_shares()
-        channel = self.pipeline.channel
-        depth = channel.depth * channel.num_drafters
-        return (
-            f"step {steps_done:,}/{self.built.total_steps:,} | loss {found.loss:.3f} | accept "
-            f"{found.acceptance_length:.2f} | lr {lr:.1e} | {rate:,.0f} tok/s | target {busy.target:.0%} drafter "
-            f"{busy.drafter:.0%} | channel {channel.in_flight()}/{depth} | eta {_spell_seconds(left)}"
-        )
-
-    def _log_evaluation(self, item: Evaluated) -> None:
-        values = {f"eval/{name}": found.acceptance_length for name, found in item.acceptance.items()}
-        self.metrics.write({"step": item.step, **values, "eval_seconds": round(item.seconds, 3)})
-        for tracker in self.trackers:
-            tracker.log(item.step, values)
-        spelled = ", ".join(
-            f"{name} {found.acceptance_length:.2f} ({found.rounds} rounds)" for name, found in item.acceptance.items()
-        )
-        self.say(f"evaluation after step {item.step}: acceptance length {spelled}")
+        elif isinstance(item, Evaluated):
+            self.recorder.evaluation(item)
+        elif self.is_first_node:
+            self.recorder.step(item, self.pipeline)
 
     def _say_sides(self) -> None:
         for line in self.pipeline.describe_sides():
             self.say(line)
-
-    def _write_environment(self) -> None:
-        target = self.built.targets[0]
-        environment = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            "target_class": type(target.model).__name__,
-            "target_layers": target.num_layers,
-            "draft_vocab": self.built.draft_vocab_size,
-        }
-        (self.run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
 
 
 def _say_nothing(_line: str) -> None:
@@ -370,9 +284,3 @@ def _in_main_thread() -> bool:
     import threading
 
     return threading.current_thread() is threading.main_thread()
-
-
-def _spell_seconds(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -21,11 +21,16 @@ class Options:
 
     overwrite: bool = False
     """Start over in a run directory that holds a run; its metrics and checkpoints go once the new run is checked."""
+    poison: bool = False
+    """Diagnostic: overwrite drained slots with NaN, so that features which are read too late show."""
+    serial_targets: bool = False
+    """Diagnostic: let one target at a time run its forward."""
 
 
 def run(config: RunConfig, options: Options) -> int:
     """Runs it; 0 when the last step is done or a stop was asked for, 1 when a worker died."""
     from blockdraft.commands.control import Control
+    from blockdraft.runtime.diagnostics import Diagnostics
     from blockdraft.runtime.distributed import NodeLost, this_node
     from blockdraft.runtime.workers import Stalled, WorkerError
 
@@ -33,7 +38,8 @@ def run(config: RunConfig, options: Options) -> int:
     if this_node() == 0:
         _check_run_dir(run_dir, config, options)
     config = _find_resume(config, run_dir)
-    control = Control(config, run_dir, _say)
+    diagnostics = Diagnostics(poison=options.poison, serial_targets=options.serial_targets)
+    control = Control(config, run_dir, _say, diagnostics=diagnostics)
     try:
         return control.run()
     except (WorkerError, Stalled, NodeLost) as error:

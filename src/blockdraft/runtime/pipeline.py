@@ -4,6 +4,7 @@ Start-up: every worker warms up in its own thread, one after the other under one
 state. Control (the caller's thread) only waits and reads what the workers report.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -16,8 +17,9 @@ from blockdraft.config import RuntimeConfig
 from blockdraft.data.loader import Fill, Loader, MicroBatch
 from blockdraft.models.target import Target
 from blockdraft.runtime.channel import Channel, Stopped
+from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
-from blockdraft.runtime.reports import StepDone, WarmedUp, report_step
+from blockdraft.runtime.reports import Evaluated, StepDone, WarmedUp, report_step
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link
 from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.warm_up import warm_up_drafter, warm_up_target
@@ -62,6 +64,7 @@ class Pipeline:
         sum_seconds: float = SUM_SECONDS,
         when_warm: Callable[[], None] = lambda: None,
         delay: Delay = no_delay,
+        diagnostics: Diagnostics = NONE,
     ) -> None:
         """Takes calls back into the trainer. `world` joins several drafters; `sum_seconds` is the longest sum.
 
@@ -75,6 +78,10 @@ class Pipeline:
         self.first_step, self.total_steps = first_step, total_steps
         self.last_step = total_steps - 1
         self.at_boundary, self.restore, self.delay = at_boundary, restore, delay
+        self.diagnostics = diagnostics
+        self._turn: contextlib.AbstractContextManager[object] = (
+            threading.Lock() if diagnostics.serial_targets else contextlib.nullcontext()
+        )
         self.channel = Channel(
             num_targets=len(targets),
             num_drafters=len(steps),
@@ -85,7 +92,7 @@ class Pipeline:
         )
         self.crew = Crew(self.channel)
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
-        self.reports: queue.SimpleQueue[StepDone | WarmedUp] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[StepDone | WarmedUp | Evaluated] = queue.SimpleQueue()
         self._compile_lock = threading.Lock()
         self._warm = threading.Semaphore(0)
         self._go = threading.Event()
@@ -206,7 +213,8 @@ class Pipeline:
                 worker.step = work.fill.passes[0].step
                 self.delay(worker.name, work.fill.number)
                 started = time.perf_counter()
-                filler.fill(self.slots[work.drafter][work.slot], work.fill)
+                with self._turn:
+                    filler.fill(self.slots[work.drafter][work.slot], work.fill)
                 worker.busy_s += time.perf_counter() - started
                 self.channel.publish(work)
 
@@ -287,7 +295,7 @@ class Pipeline:
             blocks = to_device(one, step.drafter.device)
             step.micro_batch(slot.features_RTC, blocks, one.denominator)
             if one is fill.passes[-1]:
-                slot.mark_drained(self.config.poison)
+                slot.mark_drained(self.diagnostics.poison)
                 self.channel.release(index)
             if one.is_last:
                 self._finish(index, one)

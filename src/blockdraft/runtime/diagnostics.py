@@ -1,0 +1,15 @@
+"""Switches that look for faults in the runtime itself; flags of `blockdraft train`, no part of a run's config."""
+
+from typing import Final, NamedTuple
+
+
+class Diagnostics(NamedTuple):
+    """None of them changes a number of a sound run."""
+
+    poison: bool = False
+    """Drained slots are overwritten with NaN: features that are read too late show."""
+    serial_targets: bool = False
+    """One target at a time runs its forward: a fault that goes away with it is one of threads against each other."""
+
+
+NONE: Final = Diagnostics()
