@@ -26,6 +26,21 @@ class StepDone(NamedTuple):
         return unflatten_sums(self.flat[:-1], num_slots), float(self.flat[-1])
 
 
+class SetAcceptance(NamedTuple):
+    """Of one held-out set."""
+
+    acceptance_length: float
+    rounds: int
+
+
+class Evaluated(NamedTuple):
+    """Held-out acceptance after some steps."""
+
+    step: int
+    sets: dict[str, SetAcceptance]
+    seconds: float
+
+
 class WarmedUp(NamedTuple):
     """A worker has finished one part of its warm-up."""
 
