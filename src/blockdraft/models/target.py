@@ -95,11 +95,11 @@ class Target:
         Raises:
             ConfigError: the path holds no model, or the model has no causal language model in it.
         """
-        source, extra = _source(config.path)
+        source, extra = source_of(config.path)
         extra["trust_remote_code"] = config.trust_remote_code
         try:
             model_config = AutoConfig.from_pretrained(source, **extra)
-            kind = AutoModelForCausalLM if _is_causal(model_config) else AutoModelForImageTextToText
+            kind = AutoModelForCausalLM if is_causal(model_config) else AutoModelForImageTextToText
             model = kind.from_pretrained(source, dtype=DTYPES[choose_dtype(config.dtype, device)], **extra)
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -256,12 +256,19 @@ class Target:
 
 
 def read_facts(config: dict[str, Any], ends: Ends, num_layers: int) -> TargetFacts:
-    """What a drafter's shape is derived from, out of a text config in either style."""
+    """What a drafter's shape is derived from, the factors on the ends included."""
+    return config_facts(config, ends.vocab_size, num_layers)._replace(
+        embedding_multiplier=_row_scale(ends), logit_multiplier=ends.logit_multiplier, logit_softcap=ends.logit_softcap
+    )
+
+
+def config_facts(config: dict[str, Any], vocab_size: int, num_layers: int) -> TargetFacts:
+    """What a text config in either style says alone; factors on the ends are 1."""
     heads: int = config["num_attention_heads"]
     return TargetFacts(
         hidden_size=config["hidden_size"],
         num_layers=num_layers,
-        vocab_size=ends.vocab_size,
+        vocab_size=vocab_size,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
@@ -270,9 +277,9 @@ def read_facts(config: dict[str, Any], ends: Ends, num_layers: int) -> TargetFac
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
         rope_theta=rope_theta(config),
         max_position_embeddings=config.get("max_position_embeddings") or 32768,
-        embedding_multiplier=_row_scale(ends),
-        logit_multiplier=ends.logit_multiplier,
-        logit_softcap=ends.logit_softcap,
+        embedding_multiplier=1.0,
+        logit_multiplier=1.0,
+        logit_softcap=None,
     )
 
 
@@ -333,7 +340,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     Raises:
         ConfigError: there is none.
     """
-    source, extra = _source(path)
+    source, extra = source_of(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **extra
@@ -365,7 +372,8 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int, seen: set
     return max(special)
 
 
-def _source(path: str) -> tuple[str, dict[str, Any]]:
+def source_of(path: str) -> tuple[str, dict[str, Any]]:
+    """What transformers loads from, and its options: a .gguf file is a name in its directory."""
     if not path:
         raise ConfigError("target.path is empty; give a model directory, a .gguf file or a hub name")
     file = Path(path)
@@ -376,5 +384,6 @@ def _source(path: str) -> tuple[str, dict[str, Any]]:
     return path, {}
 
 
-def _is_causal(config: PreTrainedConfig) -> bool:
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Whether it is a causal language model's config; otherwise the model is a wrapper around one."""
     return type(config) in AutoModelForCausalLM._model_mapping
