@@ -3,7 +3,7 @@
 The model is built on torch's meta device, so counts are those of the class that will be loaded, whatever the family.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -51,7 +51,9 @@ def outline(config: TargetConfig) -> Outline:
         model_config = AutoConfig.from_pretrained(source, **extra)
         kind = AutoModelForCausalLM if is_causal(model_config) else AutoModelForImageTextToText
         with torch.device("meta"):
-            model = kind.from_config(model_config, trust_remote_code=config.trust_remote_code)
+            model = kind.from_config(  # type: ignore[no-untyped-call]
+                model_config, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"target.path must be a transformers model directory, a .gguf file or a hub name; {config.path!r} could "
@@ -69,12 +71,12 @@ def outline_of(model: PreTrainedModel) -> Outline:
     parts = dict(find_text_model(model).named_children())
     layers = parts["layers"]
     assert isinstance(layers, nn.ModuleList)
-    head = model.get_output_embeddings()
+    head = cast(nn.Linear | None, model.get_output_embeddings())
     if head is None or head.weight is None:
         raise ConfigError(
             f"target.path: expected a causal language model, found {type(model).__name__} without an output head"
         )
-    embedding = model.get_input_embeddings().weight
+    embedding = cast(nn.Embedding, model.get_input_embeddings()).weight
     is_tied = head.weight is embedding
     counts = tuple(_count(layer) for layer in layers)
     head_count = 0 if is_tied else head.weight.numel()
