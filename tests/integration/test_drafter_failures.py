@@ -7,6 +7,8 @@ import pytest
 from blockdraft.runtime import pipeline
 from blockdraft.runtime.distributed import GradientSum, NodeLost
 from blockdraft.runtime.workers import WorkerError
+from blockdraft.training import buckets
+from blockdraft.training.buckets import GradientBuckets
 from integration.tiny_run import Files, make_files, run_control, tiny_config, worker_threads
 
 
@@ -42,21 +44,39 @@ def assert_ends(config, message: str, *, delay=pipeline.no_delay) -> str:
     return text
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_drafter_that_dies_inside_the_sum(files, tmp_path, monkeypatch, rank):
-    whole, calls = GradientSum.__call__, []
+def in_third_step(monkeypatch, rank: int, bucket: int, act) -> None:
+    """Calls `act` in that drafter's third step, where it would start that bucket: in the middle of its backward."""
+    meet, start = GradientBuckets.begin, GradientSum.start
+    steps: list[int] = []
+    started: list[int] = []
 
-    def die(self, values) -> None:
+    def begin(self, total) -> None:
+        meet(self, total)
+        if total.rank == rank:
+            steps.append(1)
+            started.clear()
+
+    def counted(self, values) -> None:
         if self.rank == rank:
-            calls.append(1)
-            if len(calls) == 3:
-                self.meet()
-                # By now the others wait in the collective.
-                time.sleep(0.5)
-                raise Broken("out of memory")
-        whole(self, values)
+            started.append(1)
+            if len(steps) == 3 and len(started) == bucket + 1:
+                act()
+        start(self, values)
 
-    monkeypatch.setattr(GradientSum, "__call__", die)
+    monkeypatch.setattr(GradientBuckets, "begin", begin)
+    monkeypatch.setattr(GradientSum, "start", counted)
+
+
+@pytest.mark.parametrize("bucket", [0, 2], ids=["first", "a later one"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_drafter_that_dies_inside_the_sum(files, tmp_path, monkeypatch, rank, bucket):
+    def act() -> None:
+        # By now the others wait in the collective.
+        time.sleep(0.5)
+        raise Broken("out of memory")
+
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    in_third_step(monkeypatch, rank, bucket, act)
     text = assert_ends(three_drafters(files, tmp_path), rf"^drafter {rank} on cpu died in step 3:")
     assert "Broken: out of memory" in text
     assert "NodeLost" not in text
@@ -92,18 +112,11 @@ def test_a_target_that_dies_while_drafters_wait(files, tmp_path):
 
 def test_a_drafter_that_does_not_come_ends_the_sum_in_its_own_time(files, tmp_path, monkeypatch):
     # Stuck between meeting and collective; the sum's time-out is not the watchdog's.
-    whole, calls = GradientSum.__call__, []
+    def act() -> None:
+        time.sleep(4)
+        raise Broken("woke up late")
 
-    def hang(self, values) -> None:
-        if self.rank == 1:
-            calls.append(1)
-            if len(calls) == 3:
-                self.meet()
-                time.sleep(4)
-                raise Broken("woke up late")
-        whole(self, values)
-
-    monkeypatch.setattr(GradientSum, "__call__", hang)
+    in_third_step(monkeypatch, 1, 0, act)
     monkeypatch.setattr("blockdraft.commands.control.SUM_SECONDS", 1.0)
     text = assert_ends(three_drafters(files, tmp_path), r"^drafter [02] on cpu died in step 3:")
     assert "the sum of gradients over 3 drafters failed at drafter" in text

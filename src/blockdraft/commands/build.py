@@ -26,7 +26,7 @@ from blockdraft.models.drafter import Drafter, DrafterShape, derive_shape
 from blockdraft.models.ends import Ends
 from blockdraft.models.formats import load_export
 from blockdraft.models.target import DTYPES, Target, choose_dtype, load_tokenizer, mask_token_id
-from blockdraft.runtime.distributed import check_devices, check_replicas
+from blockdraft.runtime.devices import check_devices, check_replicas
 from blockdraft.training.start import new_drafter
 from blockdraft.training.step import DrafterStep, MakeAttend
 

@@ -7,6 +7,7 @@ torchrun, a TCPStore joins them; with one, a HashStore joins its threads.
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,11 @@ from blockdraft.config import ConfigError
 # The classes of process groups and stores are exported at run time only.
 c10d: Any = torch.distributed
 
-BUCKET_BYTES = 64 * 2**20
+NCCL_SETTINGS = {
+    # Control ends a run. NCCL's watchdog, and the monitor that watches it, would end the whole process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 SUM_SECONDS = 60.0
 """Drafters enter a sum together, so it lasts as long as the slowest node's micro-batches (decision 0006)."""
 LOST_SECONDS = 60.0
@@ -226,7 +231,11 @@ def join_world(timeout_s: float = 300.0) -> World:
 
 
 class GradientSum:
-    """One drafter thread's end of the sum over all drafters; built and used in that thread."""
+    """One drafter thread's end of the sums over all drafters; built and used in that thread.
+
+    Sums run beside the backward that makes the next gradients: on GPUs on NCCL's own stream, on CPUs in gloo's threads.
+    Every drafter has to start the same buckets in the same order.
+    """
 
     def __init__(
         self,
@@ -237,42 +246,57 @@ class GradientSum:
         timeout_s: float,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
-        """`meet`: called before each sum; returns when all drafters of this process are there, or raises."""
+        """`meet`: called before a step's first sum; returns when all drafters of this process are there, or raises."""
         self.device, self.rank, self.size, self.timeout_s, self.meet = device, rank, size, timeout_s, meet
         kept = c10d.PrefixStore("drafters", store)
         timeout = timedelta(seconds=timeout_s)
+        self._running: deque[Any] = deque()
+        self._options = c10d.AllreduceCoalescedOptions()
+        self._options.reduceOp = c10d.ReduceOp.SUM
         if device.type == "cuda":
-            # NCCL's own watchdog would end the whole process; control ends the run instead.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            for name, value in NCCL_SETTINGS.items():
+                os.environ.setdefault(name, value)
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self.group: Any = c10d.ProcessGroupNCCL(kept, rank, size, options)
         else:
             self.group = c10d.ProcessGroupGloo(kept, rank, size, timeout)
 
-    def __call__(self, values: list[Tensor]) -> None:
-        """Replaces each tensor by its sum over all drafters, in buckets.
+    def start(self, bucket: list[Tensor]) -> None:
+        """Begins to replace these tensors, all of one type, by their sums over all drafters.
+
+        On a GPU the sum comes behind what the current stream holds now. Nobody may touch the tensors before `wait`.
+
+        Raises:
+            NodeLost: another drafter left.
+        """
+        try:
+            self._running.append(self.group.allreduce_coalesced(bucket, self._options))
+        except RuntimeError as error:
+            raise self._lost() from error
+
+    def wait(self) -> None:
+        """Ends the oldest sum that was started; on a GPU the current stream waits for it, not this thread.
 
         Raises:
             NodeLost: another drafter left, or did not come in time.
         """
-        self.meet()
-        options = c10d.AllreduceOptions()
-        options.reduceOp = c10d.ReduceOp.SUM
-        for bucket in buckets(values):
-            flat = torch.cat([value.reshape(-1) for value in bucket])
-            try:
-                self.group.allreduce([flat], options).wait()
-            except RuntimeError as error:
-                raise NodeLost(
-                    f"the sum of gradients over {self.size} drafters failed at drafter {self.rank}: another one ended, "
-                    f"or did not come within {self.timeout_s:.0f} s"
-                ) from error
-            parts = flat.split([value.numel() for value in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(value) for part, value in zip(parts, bucket, strict=True)])
+        try:
+            self._running[0].wait()
+        except RuntimeError as error:
+            raise self._lost() from error
+        self._running.popleft()
+
+    def _lost(self) -> NodeLost:
+        return NodeLost(
+            f"the sum of gradients over {self.size} drafters failed at drafter {self.rank}: another one ended, "
+            f"or did not come within {self.timeout_s:.0f} s"
+        )
 
     def drop(self) -> None:
         """Leaves the group, which ends the collectives that others wait in with an error."""
+        # A sum that is still running keeps its connections open for as long as it is kept.
+        self._running.clear()
         self.group = None
 
     def abort(self) -> None:
@@ -280,62 +304,3 @@ class GradientSum:
         group = self.group
         if self.device.type == "cuda" and group is not None:
             threading.Thread(target=group.abort, name="abort", daemon=True).start()
-
-
-def buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Consecutive gradients of up to 64 MiB together."""
-    found: list[list[Tensor]] = []
-    size = BUCKET_BYTES
-    for gradient in gradients:
-        bytes_here = gradient.numel() * gradient.element_size()
-        if size + bytes_here > BUCKET_BYTES:
-            found.append([])
-            size = 0
-        found[-1].append(gradient)
-        size += bytes_here
-    return found
-
-
-def check_replicas(names: tuple[str, ...]) -> list[list[torch.device]]:
-    """The devices of each target replica; a plus sign joins those of one.
-
-    Raises:
-        ConfigError: an unknown device, or devices that cannot share one target.
-    """
-    if not names:
-        check_devices((), "targets")
-    replicas = [check_devices(tuple(name.split("+")), "targets") for name in names]
-    for name, devices in zip(names, replicas, strict=True):
-        if len({device.type for device in devices}) > 1:
-            raise ConfigError(
-                f"runtime.targets: {name} joins a CPU and a GPU; a replica's devices must be of one kind, since its "
-                "layers run one after the other and the slowest part would set the pace"
-            )
-        if devices[0].type == "cuda" and len(set(devices)) < len(devices):
-            raise ConfigError(f"runtime.targets: {name} names a GPU twice; each holds one part of the layers")
-    return replicas
-
-
-def check_devices(names: tuple[str, ...], what: str) -> list[torch.device]:
-    """Parses device names and refuses those that are not there.
-
-    Raises:
-        ConfigError: an unknown device.
-    """
-    devices = []
-    for name in names:
-        if what != "targets" and "+" in name:
-            raise ConfigError(f"runtime.{what}: {name} joins devices; a drafter lies on one, only a target is divided")
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ConfigError(f"runtime.{what}: expected cpu or cuda:N, got {name!r}") from error
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", 0)
-        count = torch.cuda.device_count()
-        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index >= count):
-            raise ConfigError(f"runtime.{what}: {name} is not here; this machine has {count} CUDA devices (and cpu)")
-        devices.append(device)
-    if not devices:
-        raise ConfigError(f"runtime.{what} is empty; name at least one device, such as cpu or cuda:0")
-    return devices

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -17,9 +16,12 @@ from blockdraft.config import RuntimeConfig
 from blockdraft.data.loader import Fill, Loader, MicroBatch
 from blockdraft.models.target import Target
 from blockdraft.runtime.channel import Channel, Stopped
+from blockdraft.runtime.clocks import BOUNDARY, BUSY, OTHERS, Clock
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
+from blockdraft.runtime.memory import MemoryWatch
 from blockdraft.runtime.reports import Evaluated, StepDone, WarmedUp, report_step
+from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link
 from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.warm_up import warm_up_drafter, warm_up_target
@@ -28,13 +30,6 @@ from blockdraft.training.step import DrafterStep
 
 WARM_UP_SECONDS = 1800.0
 """A start-up in which nothing is reported for this long has hung: one compilation or load can take many minutes."""
-
-
-class Busy(NamedTuple):
-    """Shares of time spent computing."""
-
-    target: float
-    drafter: float
 
 
 Delay = Callable[[str, int], None]
@@ -98,20 +93,23 @@ class Pipeline:
         self._go = threading.Event()
         self._stop_wanted = False
         self._tokens = 0
-        rows, length = loader.config.num_rows, loader.config.row_length
         self._with_final = steps[0].loss_config.needs_final_states
-        width = targets[0].hidden_size * (len(targets[0].layer_ids) + self._with_final)
         self.shapes = loader.shapes_until(total_steps)
         self.kept = KeptFeatures() if config.keep_features else None
-        self.slots = [
-            [Slot(rows, length, width, targets[0].dtype, step.drafter.device) for _ in range(config.channel_depth)]
-            for step in steps
-        ]
-        self._is_on_gpu = any(
-            device.type == "cuda"
-            for device in [target.device for target in targets] + [slots[0].device for slots in self.slots]
-        )
+        self.slots = self._make_slots()
+        devices = [place.device for target in targets for place in target.model.parameters()]
+        devices = sorted({*devices, *(step.drafter.device for step in steps)}, key=str)
+        self._is_on_gpu = any(device.type == "cuda" for device in devices)
+        self.memory = MemoryWatch(devices)
         self.workers = self._make_workers(cpu_threads)
+
+    def _make_slots(self) -> list[list[Slot]]:
+        rows, length, target = self.loader.config.num_rows, self.loader.config.row_length, self.targets[0]
+        width = target.hidden_size * (len(target.layer_ids) + self._with_final)
+        depth = range(self.config.channel_depth)
+        return [
+            [Slot(rows, length, width, target.dtype, step.drafter.device) for _ in depth] for step in self.steps
+        ]
 
     def _make_workers(self, cpu_threads: int | None) -> list[Worker]:
         workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1)]
@@ -151,30 +149,11 @@ class Pipeline:
 
     def busy_shares(self) -> Busy:
         """Share of the time since steady state began that each side's workers computed, on average."""
-        elapsed = max(1e-9, time.monotonic() - self.started)
-
-        def share(side: str) -> float:
-            chosen = [worker.busy_s for worker in self.workers if worker.name.startswith(side)]
-            return min(1.0, sum(chosen) / len(chosen) / elapsed)
-
-        return Busy(share("target"), share("drafter"))
+        return busy_shares(self.workers, time.monotonic() - self.started)
 
     def describe_sides(self) -> list[str]:
         """For each worker: busy, waiting for input, waiting to hand over; and which side limits the run."""
-        elapsed = max(1e-9, time.monotonic() - self.started)
-        lines = []
-        waits = {f"target {i}": waited for i, waited in enumerate(self.channel.target_waits)}
-        waits |= {f"drafter {i}": waited for i, waited in enumerate(self.channel.drafter_waits)}
-        for worker in self.workers:
-            if worker.name in waits:
-                waited = waits[worker.name]
-                lines.append(
-                    f"{worker.name}: busy {worker.busy_s / elapsed:.0%}, waiting for input "
-                    f"{waited.for_input_s / elapsed:.0%}, waiting to hand over {waited.to_hand_over_s / elapsed:.0%}"
-                )
-        busy = self.busy_shares()
-        limit = "target" if busy.target > busy.drafter else "drafter"
-        return [*lines, f"the {limit} side limits this run"]
+        return describe_sides(self.workers, self.channel, time.monotonic() - self.started)
 
     def describe_links(self) -> list[str]:
         """How features reach each drafter from each target on another device."""
@@ -204,7 +183,9 @@ class Pipeline:
         def body(worker: Worker) -> None:
             config = self.loader.config
             rows, length = config.num_rows, config.row_length
-            filler = Filler(self.targets[index], rows, length, self.kept, with_final=self._with_final)
+            filler = Filler(
+                self.targets[index], rows, length, self.kept, with_final=self._with_final, clock=worker.clock
+            )
             with self._compile_lock:
                 reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
                 warm_up_target(worker.name, filler, [slots[0] for slots in reached], self.shapes, self.reports.put)
@@ -212,10 +193,8 @@ class Pipeline:
             while (work := self.channel.next_work(index)) is not None:
                 worker.step = work.fill.passes[0].step
                 self.delay(worker.name, work.fill.number)
-                started = time.perf_counter()
                 with self._turn:
                     filler.fill(self.slots[work.drafter][work.slot], work.fill)
-                worker.busy_s += time.perf_counter() - started
                 self.channel.publish(work)
 
         return body
@@ -281,9 +260,7 @@ class Pipeline:
             worker.step = max(self.first_step, number // config.num_drafters * config.reuse // config.per_drafter)
             self.delay(worker.name, number)
             work = self.channel.take(index, number)
-            started = time.perf_counter()
             is_done = self._consume(worker, index, work.fill, self.slots[index][work.slot])
-            worker.busy_s += time.perf_counter() - started
             number += config.num_drafters
 
     def _consume(self, worker: Worker, index: int, fill: Fill, slot: Slot) -> bool:
@@ -293,6 +270,11 @@ class Pipeline:
         for one in fill.passes:
             worker.step = one.step
             blocks = to_device(one, step.drafter.device)
+            if one.is_last:
+                if index == 0:
+                    # Before the drafters meet for this step's sum, so that every one of them knows the last step.
+                    self._settle_last_step(one.step)
+                step.begin_sum()
             step.micro_batch(slot.features_RTC, blocks, one.denominator)
             if one is fill.passes[-1]:
                 slot.mark_drained(self.diagnostics.poison)
@@ -304,9 +286,6 @@ class Pipeline:
         return False
 
     def _finish(self, index: int, one: MicroBatch) -> None:
-        if index == 0:
-            # Before the drafters meet for this step's sum, so that every one of them knows the last step.
-            self._settle_last_step(one.step)
         sums = self.steps[index].finish(one.step)
         if index == 0:
             self._tokens += one.step_tokens

@@ -62,12 +62,16 @@ class MasterOptimizer:
     def _accumulate(master: nn.Parameter) -> "_AddGradient":
         return _AddGradient(master)
 
+    def gradient(self, name: str) -> Tensor:
+        """One weight's float32 gradient; zeros if it got none."""
+        master = self.masters[name]
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return master.grad
+
     def gradients(self) -> list[Tensor]:
-        """The float32 gradients, in a fixed order; a weight that got none has zeros."""
-        for master in self.masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        return [master.grad for master in self.masters.values() if master.grad is not None]
+        """The float32 gradients, in a fixed order."""
+        return [self.gradient(name) for name in self.masters]
 
     @torch.no_grad()
     def step(self, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ from blockdraft.models.blocks import block_positions, block_tokens
 from blockdraft.models.compiled import How, RunDrafter, compile_drafter
 from blockdraft.models.drafter import Attend, Drafter, DrafterShape
 from blockdraft.models.ends import Ends
+from blockdraft.training.buckets import GradientBuckets, SumGradients
 from blockdraft.training.head_loss import choose_slot_loss
 from blockdraft.training.loss import dpace_weights, slot_kl, target_choice, weighted_loss
 from blockdraft.training.metrics import StepSums, add_sums, flatten_sums, slot_sums, unflatten_sums, zero_sums
@@ -40,16 +41,6 @@ class MakeAttend(Protocol):
     """Builds the attention of one pass; the runtime chooses masked SDPA or compiled flex_attention."""
 
     def __call__(self, shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor) -> Attend: ...
-
-
-class SumGradients(Protocol):
-    """Adds the tensors of all replicas up, in place."""
-
-    def __call__(self, values: list[Tensor]) -> None: ...
-
-    def drop(self) -> None:
-        """Leaves the group of replicas."""
-        ...
 
 
 def drafter_hidden(
@@ -117,6 +108,7 @@ class DrafterStep:
         self.run_drafter = compile_drafter(drafter, how)
         self.slot_loss = choose_slot_loss(drafter.device)
         self.optimizer = MasterOptimizer(drafter, optim)
+        self.buckets = GradientBuckets(self.optimizer.weights, self.optimizer.gradient)
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
         self.grad_norm = torch.zeros((), device=drafter.device)
@@ -151,12 +143,18 @@ class DrafterStep:
         choice_N = target_choice(final_ND, self.head, config.chunk_rows)
         return self.slot_loss(drafted_ND, choice_N, self.head, config.chunk_rows)
 
+    def begin_sum(self) -> None:
+        """Before a step's last micro-batch: meets the other replicas; sums then run beside the backward."""
+        if self.sum_gradients is not None:
+            self.sum_gradients.meet()
+            self.buckets.begin(self.sum_gradients)
+
     def finish(self, step: int) -> StepSums:
         """Sums gradients and counts over all replicas, clips, updates; returns the counts and starts new ones."""
         sums, self.sums = self.sums, zero_sums(self.num_slots, self.drafter.device)
         if self.sum_gradients is not None:
             flat = flatten_sums(sums)
-            self.sum_gradients([*self.optimizer.gradients(), flat])
+            self.buckets.finish(flat)
             sums = unflatten_sums(flat, self.num_slots)
         self.last_scale = lr_scale(step, self.total_steps, self.optim_config)
         self.grad_norm = self.optimizer.step(self.last_scale)

@@ -7,7 +7,7 @@ from blockdraft.config import ConfigError
 from blockdraft.models import target_split
 from blockdraft.models.target import Target
 from blockdraft.models.target_split import layer_devices, place, replica_devices
-from blockdraft.runtime.distributed import check_devices, check_replicas
+from blockdraft.runtime.devices import check_devices, check_replicas
 from integration.tiny import CONFIGS, tiny_target
 
 LAYERS = (1, 3)

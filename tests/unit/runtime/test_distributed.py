@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from blockdraft.config import ConfigError
-from blockdraft.runtime.distributed import (
-    BUCKET_BYTES,
-    GradientSum,
-    buckets,
-    c10d,
-    check_devices,
-    is_several_nodes,
-    join_world,
-)
+from blockdraft.runtime.devices import check_devices
+from blockdraft.runtime.distributed import GradientSum, c10d, is_several_nodes, join_world
 
 DEVICE = torch.device("cpu")
 
@@ -50,7 +43,11 @@ def test_every_thread_gets_the_same_sum():
         total = GradientSum(store, rank, size, DEVICE, 20.0)
         for number in range(rounds):
             gradients = draws(rank, number)
-            total(gradients)
+            # Both run at once; sums end in the order in which they were started.
+            total.start(gradients[:2])
+            total.start(gradients[2:])
+            total.wait()
+            total.wait()
             found[rank, number] = gradients
         total.drop()
 
@@ -70,30 +67,19 @@ def test_a_group_that_is_left_ends_the_others_wait():
 
     def body(rank: int) -> None:
         total = GradientSum(store, rank, 2, DEVICE, 15.0)
-        total(draws(rank, 0))
+        total.start(draws(rank, 0))
+        total.wait()
         if rank == 1:
             total.drop()
             left.set()
             return
         left.wait(10)
-        total(draws(rank, 1))
+        total.start(draws(rank, 1))
+        total.wait()
 
     errors = run_threads(2, body)
     assert errors[1] is None
     assert isinstance(errors[0], RuntimeError)
-
-
-def test_buckets_hold_every_gradient_in_order():
-    small = [torch.zeros(10) for _ in range(5)]
-    assert [len(bucket) for bucket in buckets(small)] == [5]
-    half = BUCKET_BYTES // 8
-    large = [torch.empty(half, device="meta") for _ in range(5)]
-    found = buckets(large)
-    assert [len(bucket) for bucket in found] == [2, 2, 1]
-    flat = [one for bucket in found for one in bucket]
-    assert all(a is b for a, b in zip(flat, large, strict=True))
-    assert [len(bucket) for bucket in buckets([torch.empty(3 * half, device="meta"), *small])] == [1, 5]
-    assert buckets([]) == []
 
 
 def test_alone_in_the_world_without_torchrun(monkeypatch):

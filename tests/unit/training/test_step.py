@@ -135,6 +135,26 @@ def test_warm_up_leaves_weights_moments_and_counts_as_they_were(optimizer):
     assert all(torch.equal(warm_state[name], value) for name, value in cold_state.items())
 
 
+class Multiplied:
+    """Stands for a sum over as many equal replicas."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def meet(self) -> None:
+        pass
+
+    def start(self, bucket) -> None:
+        for value in bucket:
+            value.mul_(self.factor)
+
+    def wait(self) -> None:
+        pass
+
+    def drop(self) -> None:
+        pass
+
+
 def test_gradients_are_summed_before_they_are_clipped():
     target = tiny_target("llama")
     (fill,) = Loader(store_of(LENGTHS), config()).fills(0, 1)  # type: ignore[arg-type]
@@ -142,7 +162,8 @@ def test_gradients_are_summed_before_they_are_clipped():
     norms = []
     for factor in (1.0, 3.0):
         step = step_for(target)
-        step.sum_gradients = lambda values, factor=factor: [value.mul_(factor) for value in values]
+        step.sum_gradients = Multiplied(factor)
+        step.begin_sum()
         step.micro_batch(slot.features_RTC, to_device(one, CPU), one.denominator)
         step.finish(0)
         norms.append(float(step.grad_norm))

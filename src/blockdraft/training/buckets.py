@@ -1,0 +1,100 @@
+"""Which gradients are summed over replicas together, and when: while the backward still makes others."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+
+BUCKET_BYTES = 64 * 2**20
+
+
+class SumGradients(Protocol):
+    """Adds tensors of all replicas up, in place, bucket by bucket; all start the same buckets in the same order."""
+
+    @property
+    def meet(self) -> Callable[[], None]:
+        """Returns when all replicas of this process have come to a step's last micro-batch."""
+        ...
+
+    def start(self, bucket: list[Tensor]) -> None:
+        """Begins to sum these tensors, which nobody may touch before `wait`."""
+        ...
+
+    def wait(self) -> None:
+        """Ends the oldest sum that was started."""
+        ...
+
+    def drop(self) -> None:
+        """Leaves the group of replicas."""
+        ...
+
+
+class GradientBuckets:
+    """A module's gradients in the order in which a backward makes them, in buckets of up to 64 MiB.
+
+    Built over a module whose parameters are declared in the order of its forward; a backward makes their gradients the
+    other way round. Every replica starts the same buckets in the same order, whatever its own backward does: a bucket
+    waits for those before it, and what no hook has announced is started at the end.
+    """
+
+    def __init__(self, weights: dict[str, nn.Parameter], gradient: Callable[[str], Tensor]) -> None:
+        """`gradient(name)`: what is summed for a weight, once its hook has run; zeros where there is none.
+
+        Its hooks come behind those that are registered already.
+        """
+        self._gradient = gradient
+        self._buckets = list(cut(list(reversed(weights)), weights))
+        self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket}
+        self._missing: list[int] = []
+        self._started = 0
+        self._sum: SumGradients | None = None
+        for name, weight in weights.items():
+            weight.register_post_accumulate_grad_hook(partial(self._made, name))
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def begin(self, total: SumGradients) -> None:
+        """From now on a gradient that is made is final: the backward of a step's last micro-batch follows."""
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._started = 0
+        self._sum = total
+
+    def _made(self, name: str, _weight: Tensor) -> None:
+        if self._sum is None:
+            return
+        self._missing[self._bucket_of[name]] -= 1
+        while self._started < len(self._buckets) and self._missing[self._started] == 0:
+            self._start()
+
+    def _start(self) -> None:
+        assert self._sum is not None
+        bucket = self._buckets[self._started]
+        self._started += 1
+        self._sum.start([self._gradient(name) for name in bucket])
+
+    def finish(self, counts: Tensor) -> None:
+        """Starts what is left, `counts` after it, and waits for every sum, oldest first."""
+        assert self._sum is not None, "a sum that was not begun"
+        while self._started < len(self._buckets):
+            self._start()
+        total, self._sum = self._sum, None
+        total.start([counts])
+        for _ in range(len(self._buckets) + 1):
+            total.wait()
+
+
+def cut(names: list[str], weights: dict[str, nn.Parameter]) -> Iterator[list[str]]:
+    """Consecutive weights whose float32 gradients are up to 64 MiB together; a larger one is alone."""
+    bucket: list[str] = []
+    size = 0
+    for name in names:
+        more = 4 * weights[name].numel()
+        if bucket and size + more > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += more
+    if bucket:
+        yield bucket
