@@ -261,7 +261,7 @@ class Control:
             self.recorder.step(item, self.pipeline)
 
     def _say_sides(self) -> None:
-        for line in self.pipeline.describe_sides():
+        for line in (*self.pipeline.describe_sides(), *self.pipeline.memory.describe()):
             self.say(line)
 
 

@@ -66,6 +66,11 @@ def bucket_for(length: int, lengths: list[int], target_tokens: int) -> Bucket:
     return Bucket(max(1, target_tokens // chosen), chosen)
 
 
+def budget_bucket(row_length: int, target_tokens: int) -> Bucket:
+    """A batch of the longest documents that fills the token budget; no batch of any plan has more tokens."""
+    return bucket_for(row_length, bucket_lengths(row_length), target_tokens)
+
+
 def epoch_plan(
     lengths: np.ndarray,
     *,

@@ -60,6 +60,7 @@ class Channel:
         self._handed_out = [0] * num_drafters
         self._taken = [0] * num_drafters
         self._waiting_to_meet, self._meetings = 0, 0
+        self._takes, self._depths = 0, 0
         self.target_waits = [Waited(0.0, 0.0)] * num_targets
         self.drafter_waits = [Waited(0.0, 0.0)] * num_drafters
         self.moves = 0
@@ -154,6 +155,7 @@ class Channel:
             self.drafter_waits[drafter] = waited._replace(
                 for_input_s=waited.for_input_s + time.perf_counter() - started
             )
+            self._takes, self._depths = self._takes + 1, self._depths + sum(map(len, self._filled))
             fill = self._filled[drafter].pop(number)
             slot = self._taken[drafter] % self.depth
             self._taken[drafter] += 1
@@ -187,6 +189,11 @@ class Channel:
         with self._changed:
             if self._stopped:
                 raise Stopped
+
+    def mean_depth(self) -> float:
+        """Filled slots at the moments when a drafter took one, on average."""
+        with self._changed:
+            return self._depths / max(1, self._takes)
 
     def in_flight(self) -> int:
         """Slots that are filled and not yet taken."""

@@ -16,7 +16,7 @@ from blockdraft.config import RuntimeConfig
 from blockdraft.data.loader import Fill, Loader, MicroBatch
 from blockdraft.models.target import Target
 from blockdraft.runtime.channel import Channel, Stopped
-from blockdraft.runtime.clocks import BOUNDARY, BUSY, OTHERS, Clock
+from blockdraft.runtime.clocks import BOUNDARY, BUSY, OTHERS
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
 from blockdraft.runtime.memory import MemoryWatch
@@ -107,9 +107,7 @@ class Pipeline:
         rows, length, target = self.loader.config.num_rows, self.loader.config.row_length, self.targets[0]
         width = target.hidden_size * (len(target.layer_ids) + self._with_final)
         depth = range(self.config.channel_depth)
-        return [
-            [Slot(rows, length, width, target.dtype, step.drafter.device) for _ in depth] for step in self.steps
-        ]
+        return [[Slot(rows, length, width, target.dtype, step.drafter.device) for _ in depth] for step in self.steps]
 
     def _make_workers(self, cpu_threads: int | None) -> list[Worker]:
         workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1)]
@@ -130,6 +128,7 @@ class Pipeline:
         is_warm = not self._go.is_set() and all(worker.warm for worker in self.workers)
         if is_warm and (self.world is None or self.world.is_everyone_ready()):
             self.when_warm()
+            self.memory.begin()
             self.started = time.monotonic()
             self.watchdog.begin_steady()
             self._go.set()
@@ -167,6 +166,7 @@ class Pipeline:
         while not self._go.wait(0.05):
             if self.crew.first_error is not None:
                 raise Stopped
+        worker.clock.restart()
 
     def _load(self, worker: Worker) -> None:
         self._begin(worker)
@@ -188,7 +188,8 @@ class Pipeline:
             )
             with self._compile_lock:
                 reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
-                warm_up_target(worker.name, filler, [slots[0] for slots in reached], self.shapes, self.reports.put)
+                first_slots = [slots[0] for slots in reached]
+                warm_up_target(worker.name, filler, first_slots, self.shapes, config, self.reports.put)
             self._begin(worker)
             while (work := self.channel.next_work(index)) is not None:
                 worker.step = work.fill.passes[0].step
@@ -251,7 +252,8 @@ class Pipeline:
 
     def _train(self, worker: Worker, index: int) -> None:
         if index == 0 and self.is_first_node:
-            self.at_boundary(self.first_step)
+            with worker.clock.spend(BOUNDARY):
+                self.at_boundary(self.first_step)
         config = self.loader.config
         number = self.first_step * config.per_drafter // config.reuse * config.num_drafters
         number += config.first_drafter + index
@@ -260,38 +262,43 @@ class Pipeline:
             worker.step = max(self.first_step, number // config.num_drafters * config.reuse // config.per_drafter)
             self.delay(worker.name, number)
             work = self.channel.take(index, number)
-            is_done = self._consume(worker, index, work.fill, self.slots[index][work.slot])
+            slot = self.slots[index][work.slot]
+            slot.await_filled()
+            with worker.clock.spend(BUSY):
+                is_done = self._consume(worker, index, work.fill, slot)
             number += config.num_drafters
 
     def _consume(self, worker: Worker, index: int, fill: Fill, slot: Slot) -> bool:
         """Trains on every pass of a fill; returns whether the run's last step is done."""
         step = self.steps[index]
-        slot.await_filled()
         for one in fill.passes:
             worker.step = one.step
             blocks = to_device(one, step.drafter.device)
             if one.is_last:
-                if index == 0:
-                    # Before the drafters meet for this step's sum, so that every one of them knows the last step.
-                    self._settle_last_step(one.step)
-                step.begin_sum()
+                with worker.clock.spend(OTHERS):
+                    if index == 0:
+                        # Before the drafters meet for this step's sum, so that every one of them knows the last step.
+                        self._settle_last_step(one.step)
+                    step.begin_sum()
             step.micro_batch(slot.features_RTC, blocks, one.denominator)
             if one is fill.passes[-1]:
                 slot.mark_drained(self.diagnostics.poison)
                 self.channel.release(index)
             if one.is_last:
-                self._finish(index, one)
+                self._finish(worker, index, one)
                 if one.step >= self.last_step:
                     return True
         return False
 
-    def _finish(self, index: int, one: MicroBatch) -> None:
+    def _finish(self, worker: Worker, index: int, one: MicroBatch) -> None:
         sums = self.steps[index].finish(one.step)
         if index == 0:
             self._tokens += one.step_tokens
             self.reports.put(report_step(one.step, sums, self.steps[index], self._tokens))
+            self.memory.step()
             if self.is_first_node:
-                self.at_boundary(one.step + 1)
+                with worker.clock.spend(BOUNDARY):
+                    self.at_boundary(one.step + 1)
 
     def _settle_last_step(self, step_number: int) -> None:
         world = self.world

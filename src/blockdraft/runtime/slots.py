@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockdraft.data.loader import Fill
 from blockdraft.models.target import Target
+from blockdraft.runtime.clocks import BUSY, HANDING_OVER, Clock
 
 
 class Slot:
@@ -83,8 +84,10 @@ class Filler:
         kept: KeptFeatures | None = None,
         *,
         with_final: bool = False,
+        clock: Clock | None = None,
     ) -> None:
-        """`with_final`: slots have D columns more, for the target's final hidden states."""
+        """`with_final`: slots have D columns more, for the target's final hidden states. `clock`: of the worker."""
+        self.clock = Clock(target.device) if clock is None else clock
         self.kept = kept
         self.capture = target.capture_with_final if with_final else target.capture
         self.device = target.device
@@ -96,14 +99,19 @@ class Filler:
         """Runs the target over the fill's documents and leaves their features in the slot."""
         if slot.device == self.device:
             if slot.drained is not None:
-                slot.drained.wait(torch.cuda.current_stream(self.device))
-            self._write(slot.buffer, fill)
+                with self.clock.spend(HANDING_OVER):
+                    slot.drained.wait(torch.cuda.current_stream(self.device))
+            with self.clock.spend(BUSY):
+                self._write(slot.buffer, fill)
             if self.device.type == "cuda":
                 slot.mark_filled(torch.cuda.current_stream(self.device))
             return
         if self.staging is None:
             self.staging = _Staging(slot, self.device)
-        self._write(self.staging.ready(), fill)
+        with self.clock.spend(HANDING_OVER):
+            buffer = self.staging.ready()
+        with self.clock.spend(BUSY):
+            self._write(buffer, fill)
         self.staging.send(slot)
 
     def _write(self, buffer: Tensor, fill: Fill) -> None:

@@ -1,5 +1,7 @@
 """What a worker runs before the steady state: every shape that it will meet, in its own thread and its own modes.
 
+On a GPU the rounds go on until one of them reserves no memory: from then on none is needed that is not there.
+
 R rows, T tokens of a row, A anchors, S drafted slots; B documents and P tokens of a target batch.
 """
 
@@ -8,48 +10,105 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from blockdraft.data.loader import Fill, Loader, TargetBatch
-from blockdraft.data.packing import Bucket
-from blockdraft.runtime.reports import WarmedUp
+from blockdraft.data.loader import Fill, Loader, LoaderConfig, MicroBatch, TargetBatch
+from blockdraft.data.packing import Bucket, budget_bucket
+from blockdraft.runtime.reports import WarmedUp, report_step
 from blockdraft.runtime.slots import Filler, Slot
-from blockdraft.training.step import Blocks, DrafterStep
+from blockdraft.runtime.transfers import pinned, to_device
+from blockdraft.training.step import DrafterStep
+
+MOST_ROUNDS = 5
+"""The allocator settles in two or three; what still grows then is said by the run's own count."""
 
 
 def warm_up_target(
-    name: str, filler: Filler, slots: Sequence[Slot], shapes: Sequence[Bucket], tell: Callable[[WarmedUp], None]
+    name: str,
+    filler: Filler,
+    slots: Sequence[Slot],
+    shapes: Sequence[Bucket],
+    config: LoaderConfig,
+    tell: Callable[[WarmedUp], None],
 ) -> None:
-    """Runs the target on every shape, largest first. `slots`: one of each drafter that it feeds."""
+    """Runs the target on every shape, largest first. `slots`: one of each drafter that it feeds.
+
+    On a GPU also on the token budget in full, whether or not the documents fill it: so the memory of a run follows from
+    its config, and not from the lengths of its documents.
+    """
+    is_gpu = filler.device.type == "cuda"
+    if is_gpu:
+        budget = budget_bucket(config.row_length, config.target_tokens)
+        shapes = [budget, *(shape for shape in shapes if shape != budget)]
     # Buffers and links to every drafter's device come with the first shape; all others need one slot only.
     waiting = list({slot.device: slot for slot in slots}.values())
     for bucket in shapes:
         started = time.perf_counter()
-        ids_BP = torch.zeros(bucket, dtype=torch.long)
-        trash_BP = torch.full(bucket, waiting[0].buffer.shape[0] - 1, dtype=torch.long)
-        empty = Fill(-1, -1, (TargetBatch(ids_BP, trash_BP),), (0,) * waiting[0].num_rows, ())
         for slot in waiting:
-            filler.fill(slot, empty)
+            filler.fill(slot, _padding(slot, [bucket], is_gpu))
         del waiting[1:]
-        if filler.device.type == "cuda":
+        if is_gpu:
             torch.cuda.synchronize(filler.device)
         tell(WarmedUp(name, f"{bucket.batch} x {bucket.length} tokens", time.perf_counter() - started))
+    if is_gpu:
+        # As in a fill: one batch after the other, in any order.
+        both_ways = [*shapes, *reversed(shapes)]
+        _until_settled(filler.device, lambda: filler.fill(waiting[0], _padding(waiting[0], both_ways, is_gpu)))
+
+
+def _padding(slot: Slot, buckets: Sequence[Bucket], is_gpu: bool) -> Fill:
+    """Batches of nothing but padding."""
+    trash = slot.buffer.shape[0] - 1
+    batches = tuple(
+        TargetBatch(torch.zeros(bucket, dtype=torch.long), torch.full(bucket, trash, dtype=torch.long))
+        for bucket in buckets
+    )
+    fill = Fill(-1, -1, batches, (0,) * slot.num_rows, ())
+    return pinned(fill) if is_gpu else fill
 
 
 def warm_up_drafter(step: DrafterStep, slot: Slot, loader: Loader) -> None:
-    """Runs a whole step on a micro-batch without valid blocks at learning rate 0; checks that it changed nothing."""
-    config, device = loader.config, step.drafter.device
-    rows, anchors = (config.num_rows, config.row_length), (config.num_rows, config.num_anchors)
-    slots = (*anchors, config.block_size - 1)
-    empty = Blocks(
-        torch.zeros(rows, dtype=torch.long, device=device),
-        torch.full(rows, -1, dtype=torch.long, device=device),
-        torch.zeros(rows, dtype=torch.long, device=device),
-        torch.full(anchors, -1, dtype=torch.long, device=device),
-        torch.zeros(slots, dtype=torch.long, device=device),
-        torch.zeros(slots, dtype=torch.bool, device=device),
-        torch.zeros(slots, device=device),
-    )
+    """Runs a whole step on micro-batches without valid blocks at learning rate 0; checks that it changed nothing."""
+    device = step.drafter.device
     before = [weight.detach().clone() for weight in step.optimizer.masters.values()]
-    step.micro_batch(slot.features_RTC, empty, 1.0)
-    step.rehearse()
+    fill = Fill(-1, -1, (), (), (_without_blocks(loader.config),) * 2)
+
+    def run() -> None:
+        for one in (pinned(fill) if device.type == "cuda" else fill).passes:
+            step.micro_batch(slot.features_RTC, to_device(one, device), 1.0)
+        sums = step.sums
+        step.rehearse()
+        report_step(-1, sums, step, 0)
+
+    run()
     for weight, old in zip(step.optimizer.masters.values(), before, strict=True):
         assert torch.equal(weight, old), "warm-up changed a weight"
+    del before
+    if device.type == "cuda":
+        _until_settled(device, run)
+
+
+def _without_blocks(config: LoaderConfig) -> MicroBatch:
+    rows, anchors = (config.num_rows, config.row_length), (config.num_rows, config.num_anchors)
+    slots = (*anchors, config.block_size - 1)
+    return MicroBatch(
+        step=-1,
+        is_last=False,
+        denominator=1.0,
+        step_tokens=0,
+        input_ids_RT=torch.zeros(rows, dtype=torch.long),
+        document_RT=torch.full(rows, -1, dtype=torch.long),
+        position_RT=torch.zeros(rows, dtype=torch.long),
+        anchor_RA=torch.full(anchors, -1, dtype=torch.long),
+        label_RAS=torch.zeros(slots, dtype=torch.long),
+        supervised_RAS=torch.zeros(slots, dtype=torch.bool),
+        weight_RAS=torch.zeros(slots),
+    )
+
+
+def _until_settled(device: torch.device, run: Callable[[], None]) -> None:
+    """Repeats `run` until it reserves nothing more."""
+    for _ in range(MOST_ROUNDS):
+        reserved = torch.cuda.memory_reserved(device)
+        run()
+        torch.cuda.synchronize(device)
+        if torch.cuda.memory_reserved(device) == reserved:
+            return

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from blockdraft.runtime.channel import Channel, Stopped
+from blockdraft.runtime.clocks import Clock
 
 
 class WorkerError(RuntimeError):
@@ -35,12 +36,15 @@ class Worker:
     body: Callable[["Worker"], None]
     cpu_threads: int | None = None
     step: int = -1
-    busy_s: float = 0.0
     warm: bool = False
     """Whether its warm-up is over."""
     at_end: Callable[[], None] = lambda: None
     """Called in the thread when the body is over and an error of its own is recorded."""
     thread: threading.Thread | None = field(default=None, repr=False)
+    clock: Clock = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.device)
 
 
 class Crew:
@@ -65,6 +69,9 @@ class Crew:
         try:
             _prepare_thread(worker)
             worker.body(worker)
+            if worker.device.type == "cuda":
+                # Whoever reads what this worker made knows nothing of its stream.
+                torch.cuda.current_stream(worker.device).synchronize()
         except Stopped:
             pass
         except BaseException:
@@ -118,6 +125,10 @@ def _prepare_thread(worker: Worker) -> None:
     # Current device, autograd modes and intra-op threads all belong to the thread.
     if worker.device.type == "cuda":
         torch.cuda.set_device(worker.device)
+        # A stream of its own, and with it a pool of memory: two workers on one device overlap, and what one of them
+        # allocates does not depend on where the other just is. What the main thread made must be there first.
+        torch.cuda.synchronize(worker.device)
+        torch.cuda.set_stream(torch.cuda.Stream(worker.device))
     if worker.cpu_threads is not None:
         torch.set_num_threads(worker.cpu_threads)
     # The engine's own device threads would run lazy compiles behind a lock that this thread may hold.
