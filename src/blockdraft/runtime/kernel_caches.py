@@ -57,17 +57,17 @@ def cache_directories() -> CacheDirectories:
     return CacheDirectories(triton_dir, Path(cache_dir()))
 
 
-def sweep(directories: CacheDirectories, *, stale_s: float = 600.0) -> list[Removed]:
-    """Remove what is corrupt in both caches; report each removal.
+def sweep(directories: CacheDirectories, *, stale_s: float = 600.0, remove: bool = True) -> list[Removed]:
+    """Remove what is corrupt in both caches; report each removal. Without `remove` everything stays where it is.
 
     Temporary files go when their process is gone and they are older than `stale_s` seconds: another machine may share
     the directory, and its processes cannot be seen from here.
     """
-    removed = [] if directories.triton is None else sweep_triton(directories.triton, stale_s=stale_s)
-    return removed + sweep_inductor(directories.inductor, stale_s=stale_s)
+    removed = [] if directories.triton is None else sweep_triton(directories.triton, stale_s=stale_s, remove=remove)
+    return removed + sweep_inductor(directories.inductor, stale_s=stale_s, remove=remove)
 
 
-def sweep_triton(directory: Path, *, stale_s: float = 600.0) -> list[Removed]:
+def sweep_triton(directory: Path, *, stale_s: float = 600.0, remove: bool = True) -> list[Removed]:
     """Check each kernel of a Triton cache. A kernel with one bad file goes as a whole."""
     removed = []
     for entry in _directories(directory):
@@ -75,14 +75,14 @@ def sweep_triton(directory: Path, *, stale_s: float = 600.0) -> list[Removed]:
             for temporary in _directories(entry):
                 match = TRITON_TEMPORARY.fullmatch(temporary.name)
                 if match and _is_stale(temporary, int(match[1]), stale_s):
-                    removed += _delete(temporary, "left by an aborted run")
+                    removed += _delete(temporary, "left by an aborted run", remove)
             reason = _fault_of_kernel(entry)
             if reason:
-                removed += _delete(entry, reason)
+                removed += _delete(entry, reason, remove)
     return removed
 
 
-def sweep_inductor(directory: Path, *, stale_s: float = 600.0) -> list[Removed]:
+def sweep_inductor(directory: Path, *, stale_s: float = 600.0, remove: bool = True) -> list[Removed]:
     """Check the entries of an Inductor cache, and the Triton caches inside it."""
     removed = []
     for kind in ("fxgraph", "aotautograd"):
@@ -90,18 +90,18 @@ def sweep_inductor(directory: Path, *, stale_s: float = 600.0) -> list[Removed]:
             match = INDUCTOR_TEMPORARY.fullmatch(path.name)
             if match:
                 if _is_stale(path, int(match[1]), stale_s):
-                    removed += _delete(path, "left by an aborted run")
+                    removed += _delete(path, "left by an aborted run", remove)
             elif INDUCTOR_KEY.fullmatch(path.name):
                 reason = _fault_of_pickle(path)
-                removed += _delete(path, reason) if reason else []
+                removed += _delete(path, reason, remove) if reason else []
     for shard in _directories(directory):
         if not INDUCTOR_SHARD.fullmatch(shard.name):
             continue
         for path in _files(shard):
             reason = _fault_of_file(path)
-            removed += _delete(path, reason) if reason else []
+            removed += _delete(path, reason, remove) if reason else []
     for device in _directories(directory / "triton"):
-        removed += sweep_triton(device, stale_s=stale_s)
+        removed += sweep_triton(device, stale_s=stale_s, remove=remove)
     return removed
 
 
@@ -195,7 +195,9 @@ def _is_stale(path: Path, process: int, stale_s: float) -> bool:
     return False
 
 
-def _delete(path: Path, reason: str) -> list[Removed]:
+def _delete(path: Path, reason: str, remove: bool) -> list[Removed]:
+    if not remove:
+        return [Removed(path, reason)]
     if path.is_dir():
         shutil.rmtree(path)
     else:
