@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from blockdraft.config import ConfigError, TargetConfig
 from blockdraft.models.drafter import TargetFacts
-from blockdraft.models.target import config_facts, is_causal, source_of
+from blockdraft.models.target import is_causal, source_of
+from blockdraft.models.target_facts import config_facts
 from blockdraft.models.target_split import find_text_model
 
 

@@ -22,10 +22,10 @@ from transformers import (
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from blockdraft.config import ConfigError, TargetConfig
-from blockdraft.models.drafter import TargetFacts, default_layer_ids
-from blockdraft.models.ends import Ends
+from blockdraft.models.drafter import default_layer_ids
 from blockdraft.models.kernels import use_torch_on_cpu
 from blockdraft.models.packed_check import one_document_a_row, skip_packed_check
+from blockdraft.models.target_facts import find_ends, read_facts
 from blockdraft.models.target_split import find_text_model, place, replica_devices
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -79,7 +79,7 @@ class Target:
         self.hidden_size: int = self.text_config.hidden_size
         self.stop_ids = stop_ids(self.model)
         self.pad_id = self.stop_ids[0] if self.stop_ids else 0
-        self.ends = self._find_ends(values.get("final_logit_softcapping"))
+        self.ends = find_ends(model, self.layers[0], self.final_norm, values.get("final_logit_softcapping"))
         self.facts = read_facts(values, self.ends, self.num_layers)
 
     @staticmethod
@@ -208,95 +208,6 @@ class Target:
                 layer.activate_past_recording()
         return cache
 
-    @torch.no_grad()
-    def _find_ends(self, softcap: float | None) -> Ends:
-        """Embedding and head, with the factors that the target's forward puts on them, measured on a few tokens.
-
-        Raises:
-            ConfigError: logits recomputed from the last hidden state are not the target's own.
-        """
-        head = self.model.get_output_embeddings()
-        if head is None or head.weight is None:
-            raise ConfigError(f"{type(self.model).__name__} has no output head; expected a causal language model")
-        embedding = self.model.get_input_embeddings()
-        seen: dict[str, Tensor] = {}
-        handles = [
-            self.layers[0].register_forward_pre_hook(
-                lambda _module, args, kwargs: seen.update(first=args[0] if args else kwargs["hidden_states"]),
-                with_kwargs=True,
-            ),
-            self.final_norm.register_forward_hook(lambda _module, _args, out: seen.update(last=out)),
-        ]
-        token_1S = torch.arange(1, 9, device=self.device)[None] % head.weight.shape[0]
-        try:
-            logits = self.model(input_ids=token_1S, use_cache=False).logits
-        finally:
-            for handle in handles:
-                handle.remove()
-        embedded = embedding(token_1S)
-        ends = Ends(
-            embedding,
-            head.weight,
-            embedding_multiplier=_factor(seen["first"], embedded),
-            logit_multiplier=1.0,
-            logit_softcap=softcap,
-        )
-        bare = ends.logits(seen["last"].to(head.weight.device))
-        if softcap is None:
-            ends.logit_multiplier = _factor(logits, bare)
-        spread = logits.float().std().clamp(min=1e-6)
-        error = (ends.logits(seen["last"].to(head.weight.device)).float() - logits.float()).abs().max() / spread
-        tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not torch.isfinite(error) or error > tolerance:
-            raise ConfigError(
-                f"{type(self.model).__name__}: logits recomputed from final norm and head must equal the target's "
-                f"own to {tolerance} of their spread, found {float(error):.3g}; this family has an unknown convention"
-            )
-        return ends
-
-
-def read_facts(config: dict[str, Any], ends: Ends, num_layers: int) -> TargetFacts:
-    """What a drafter's shape is derived from, the factors on the ends included."""
-    return config_facts(config, ends.vocab_size, num_layers)._replace(
-        embedding_multiplier=_row_scale(ends), logit_multiplier=ends.logit_multiplier, logit_softcap=ends.logit_softcap
-    )
-
-
-def config_facts(config: dict[str, Any], vocab_size: int, num_layers: int) -> TargetFacts:
-    """What a text config in either style says alone; factors on the ends are 1."""
-    heads: int = config["num_attention_heads"]
-    return TargetFacts(
-        hidden_size=config["hidden_size"],
-        num_layers=num_layers,
-        vocab_size=vocab_size,
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        intermediate_size=config.get("intermediate_size") or 3 * config["hidden_size"],
-        is_moe=any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts")),
-        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope_theta=rope_theta(config),
-        max_position_embeddings=config.get("max_position_embeddings") or 32768,
-        embedding_multiplier=1.0,
-        logit_multiplier=1.0,
-        logit_softcap=None,
-    )
-
-
-@torch.no_grad()
-def _row_scale(ends: Ends) -> float:
-    """Factor from raw embedding rows to what the layers read, a scale inside the embedding module included."""
-    token_N = torch.arange(min(16, ends.vocab_size), device=ends.head_weight.device)
-    weight: Tensor = dict(ends.embedding.named_parameters())["weight"]
-    return _factor(ends.embed(token_N.to(weight.device)), weight[token_N.to(weight.device)])
-
-
-def _factor(scaled: Tensor, bare: Tensor) -> float:
-    """The constant that turns `bare` into `scaled`; 1 when they agree to rounding."""
-    scaled64, bare64 = scaled.double().flatten(), bare.double().flatten()
-    ratio = float((scaled64 @ bare64) / (bare64 @ bare64).clamp(min=1e-30))
-    return 1.0 if abs(ratio - 1.0) < 1e-3 else ratio
-
 
 def choose_dtype(name: str, device: str | torch.device) -> Literal["bfloat16", "float32"]:
     """Resolves `auto`: bfloat16, but float32 on a CPU without bfloat16 instructions, which would emulate it slowly."""
@@ -306,14 +217,6 @@ def choose_dtype(name: str, device: str | torch.device) -> Literal["bfloat16", "
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     return "float32" if is_slow else "bfloat16"
-
-
-def rope_theta(config: dict[str, Any]) -> float:
-    """Base of the rotary angles, from `rope_parameters`; the flat `rope_theta` only where there are none."""
-    rope = config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    return 10000.0 if theta is None else float(theta)
 
 
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ from transformers import (
 from blockdraft.config import ConfigError, DrafterConfig, TargetConfig
 from blockdraft.models.drafter import derive_shape
 from blockdraft.models.kernels import use_torch_on_cpu
-from blockdraft.models.target import Target, choose_dtype, load_tokenizer, mask_token_id, rope_theta
+from blockdraft.models.target import Target, choose_dtype, load_tokenizer, mask_token_id
+from blockdraft.models.target_facts import rope_theta
 from integration.tiny import COMMON, CONFIGS, MASK_TOKEN_ID, TARGETS, VOCAB_SIZE, tiny_target
 from tiny_chat import CHATML, save_tokenizer, tiny_tokenizer
 
