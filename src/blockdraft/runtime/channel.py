@@ -195,7 +195,11 @@ class Channel:
         with self._changed:
             return self._depths / max(1, self._takes)
 
+    def filled(self) -> tuple[int, ...]:
+        """Slots of each drafter that are filled and not yet taken."""
+        with self._changed:
+            return tuple(len(filled) for filled in self._filled)
+
     def in_flight(self) -> int:
         """Slots that are filled and not yet taken."""
-        with self._changed:
-            return sum(len(filled) for filled in self._filled)
+        return sum(self.filled())

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockdraft.data.loader import Fill
 from blockdraft.models.target import Target
 from blockdraft.runtime.clocks import BUSY, HANDING_OVER, Clock
+from blockdraft.runtime.spans import HAND_OVER, Lane
 
 
 class Slot:
@@ -85,9 +86,14 @@ class Filler:
         *,
         with_final: bool = False,
         clock: Clock | None = None,
+        lane: Lane | None = None,
     ) -> None:
-        """`with_final`: slots have D columns more, for the target's final hidden states. `clock`: of the worker."""
+        """`with_final`: slots have D columns more, for the target's final hidden states.
+
+        `clock` and `lane`: the worker's, which learn what its time goes into.
+        """
         self.clock = Clock(target.device) if clock is None else clock
+        self.lane = Lane("target", target.device) if lane is None else lane
         self.kept = kept
         self.capture = target.capture_with_final if with_final else target.capture
         self.device = target.device
@@ -97,10 +103,12 @@ class Filler:
 
     def fill(self, slot: Slot, fill: Fill) -> None:
         """Runs the target over the fill's documents and leaves their features in the slot."""
+        step = step_of(fill)
         if slot.device == self.device:
             if slot.drained is not None:
                 with self.clock.spend(HANDING_OVER):
                     slot.drained.wait(torch.cuda.current_stream(self.device))
+                self.lane.idle_on_device(HAND_OVER, step)
             with self.clock.spend(BUSY):
                 self._write(slot.buffer, fill)
             if self.device.type == "cuda":
@@ -110,9 +118,10 @@ class Filler:
             self.staging = _Staging(slot, self.device)
         with self.clock.spend(HANDING_OVER):
             buffer = self.staging.ready()
+        self.lane.idle_on_device(HAND_OVER, step)
         with self.clock.spend(BUSY):
             self._write(buffer, fill)
-        self.staging.send(slot)
+        self.staging.send(slot, self.lane, step)
 
     def _write(self, buffer: Tensor, fill: Fill) -> None:
         if self.kept is None or fill.content < 0:
@@ -136,8 +145,14 @@ class Filler:
                 columns = buffer[:, column * self.width : (column + 1) * self.width]
                 columns.index_copy_(0, index_N, hidden_BPD.flatten(0, 1).to(columns.dtype))
 
-            self.capture(ids_BP, put)
+            with self.lane.span("forward", step_of(fill)), self.lane.on_device("forward", step_of(fill)):
+                self.capture(ids_BP, put)
         buffer[-1].zero_()
+
+
+def step_of(fill: Fill) -> int:
+    """The step that a fill is first trained on; -1 in warm-up."""
+    return fill.passes[0].step if fill.passes else -1
 
 
 class _Staging:
@@ -157,7 +172,7 @@ class _Staging:
             self.sent[self.turn].wait(torch.cuda.current_stream(self.device))
         return self.buffers[self.turn]
 
-    def send(self, slot: Slot) -> None:
+    def send(self, slot: Slot, lane: Lane, step: int) -> None:
         source = self.buffers[self.turn]
         if self.stream is None or self.sent is None:
             # From a CPU: a plain copy, finished when it returns.
@@ -175,7 +190,7 @@ class _Staging:
         arrival = self.arrivals.get(slot.device)
         if arrival is None:
             arrival = self.arrivals[slot.device] = _Arrival(source, self.device, slot.device)
-        arrival.copy(source, self.stream, self.sent[self.turn], slot)
+        arrival.copy(source, self.stream, self.sent[self.turn], slot, lane, step)
 
 
 class _Arrival:
@@ -192,17 +207,21 @@ class _Arrival:
             self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
         self.landed = torch.cuda.Event()
 
-    def copy(self, source: Tensor, stream: torch.cuda.Stream, sent: torch.cuda.Event, slot: Slot) -> None:
+    def copy(
+        self, source: Tensor, stream: torch.cuda.Stream, sent: torch.cuda.Event, slot: Slot, lane: Lane, step: int
+    ) -> None:
         assert slot.drained is not None
         with torch.cuda.stream(self.stream), torch.cuda.stream(stream):
             if self.host is None:
                 slot.drained.wait(stream)
-                slot.buffer.copy_(source, non_blocking=True)
+                with lane.on_copies("copy", step):
+                    slot.buffer.copy_(source, non_blocking=True)
                 sent.record(stream)
                 slot.mark_filled(stream)
                 return
             self.landed.wait(stream)
-            self.host.copy_(source, non_blocking=True)
+            with lane.on_copies("copy", step):
+                self.host.copy_(source, non_blocking=True)
             sent.record(stream)
         with torch.cuda.stream(self.stream):
             sent.wait(self.stream)

@@ -17,6 +17,7 @@ import torch
 
 from blockdraft.runtime.channel import Channel, Stopped
 from blockdraft.runtime.clocks import Clock
+from blockdraft.runtime.spans import KEPT, Lane
 
 
 class WorkerError(RuntimeError):
@@ -41,10 +42,13 @@ class Worker:
     at_end: Callable[[], None] = lambda: None
     """Called in the thread when the body is over and an error of its own is recorded."""
     thread: threading.Thread | None = field(default=None, repr=False)
+    keep_spans: int = KEPT
     clock: Clock = field(init=False, repr=False)
+    lane: Lane = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
+        self.lane = Lane(self.name, self.device, self.keep_spans)
 
 
 class Crew:
