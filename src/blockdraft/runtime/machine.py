@@ -120,7 +120,8 @@ def _gpus() -> Iterator[Finding]:
 
 def _driver() -> Finding:
     kernel = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0] if DRIVER_FILE.is_file() else "unknown"
-    number: int = torch._C._cuda_getDriverVersion()
+    # Only builds with CUDA have it.
+    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     able = f"{number // 1000}.{number % 1000 // 10}"
     built = torch.version.cuda
     result = f"CUDA {able} ({kernel.split('  ')[0].strip()}), torch is built for {built}"
@@ -144,9 +145,9 @@ def _gpu(index: int) -> Finding:
         )
     if capability <= NEWEST_WITHOUT_BF16:
         return Finding(name, "warn", f"{result}; no bfloat16", "set --target.dtype float32 --drafter.dtype float32")
-    if facts.shared_memory_per_block_optin < FULL_SHARED_MEMORY:
-        size = facts.shared_memory_per_block_optin // 1024
-        return Finding(name, "ok", f"{result}, {size} KB shared memory a block: smaller attention tiles are tried")
+    shared: int = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if shared < FULL_SHARED_MEMORY:
+        return Finding(name, "ok", f"{result}, {shared // 1024} KB shared memory a block: smaller attention tiles")
     return Finding(name, "ok", result)
 
 
