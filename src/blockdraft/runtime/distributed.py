@@ -299,8 +299,14 @@ class GradientSum:
         self._running.clear()
         self.group = None
 
-    def abort(self) -> None:
-        """Ends a collective on GPUs that this drafter waits in; called by control. gloo's end with `drop`."""
+    def abort(self) -> threading.Thread | None:
+        """Ends a collective on GPUs that this drafter waits in; called by control. gloo's end with `drop`.
+
+        Returns the thread that does it: an abort may wait until the other drafters' groups are aborted too.
+        """
         group = self.group
-        if self.device.type == "cuda" and group is not None:
-            threading.Thread(target=group.abort, name="abort", daemon=True).start()
+        if self.device.type != "cuda" or group is None:
+            return None
+        thread = threading.Thread(target=group.abort, name="abort", daemon=True)
+        thread.start()
+        return thread

@@ -31,6 +31,8 @@ from blockdraft.training.step import DrafterStep
 WARM_UP_SECONDS = 1800.0
 """A start-up in which nothing is reported for this long has hung: one compilation or load can take many minutes."""
 
+ABORT_SECONDS = 10.0
+"""Longest wait for collectives on GPUs to end once they are aborted."""
 
 Delay = Callable[[str, int], None]
 """Called as (worker's name, number) before each piece of work; tests sleep or raise in it."""
@@ -141,10 +143,12 @@ class Pipeline:
             self.world.want_stop()
 
     def abort_sums(self) -> None:
-        """Ends the collectives on GPUs that drafters wait in."""
-        for step in self.steps:
-            if isinstance(step.sum_gradients, GradientSum):
-                step.sum_gradients.abort()
+        """Ends the collectives on GPUs that drafters wait in; all at once, since each waits for the others."""
+        sums = [step.sum_gradients for step in self.steps]
+        aborts = [one.abort() for one in sums if isinstance(one, GradientSum)]
+        for thread in aborts:
+            if thread is not None:
+                thread.join(ABORT_SECONDS)
 
     def busy_shares(self) -> Busy:
         """Share of the time since steady state began that each side's workers computed, on average."""
@@ -224,10 +228,13 @@ class Pipeline:
     def _leave(self, index: int) -> Callable[[], None]:
         def leave() -> None:
             step = self.steps[index]
-            if step.sum_gradients is not None:
-                # Others may wait in the same collective: leaving the group ends their wait.
-                step.sum_gradients.drop()
-                step.sum_gradients = None
+            is_gpu = step.drafter.device.type == "cuda"
+            if step.sum_gradients is None or (is_gpu and self.crew.first_error is not None):
+                # A group with a sum on its way cannot be left on a GPU: control aborts it.
+                return
+            # Others may wait in the same collective: leaving the group ends their wait.
+            step.sum_gradients.drop()
+            step.sum_gradients = None
 
         return leave
 

@@ -50,7 +50,11 @@ def describe_sides(workers: Sequence[Worker], channel: Channel, elapsed_s: float
             f"waiting for input {min(for_input, idle * (1 - share)) / elapsed_s:.0%}",
             f"waiting to hand over {handing / elapsed_s:.0%}",
         ]
-        parts += [f"{kind} {seconds[kind] / elapsed_s:.0%}" for kind in (OTHERS, BOUNDARY) if seconds[kind] > 0]
+        parts += [
+            f"{kind} {seconds[kind] / elapsed_s:.0%}"
+            for kind in (OTHERS, BOUNDARY)
+            if seconds[kind] > 0.005 * elapsed_s
+        ]
         lines.append(f"{worker.name}: {', '.join(parts)}")
     busy = busy_shares(workers, elapsed_s)
     limit = "target" if busy.target > busy.drafter else "drafter"
