@@ -1,0 +1,92 @@
+"""How often the workers wait for a GPU, counted in a profiler's trace between two steps.
+
+`torch.cuda.set_sync_debug_mode` belongs to the process and would count what control does as well; a trace names the
+thread of every call into the driver.
+"""
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from blockdraft.runtime.workers import Worker
+
+WAITING = ("Synchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMemcpy", "cudaMemset")
+"""Calls that hold their thread until the device has come to it. Their asynchronous forms end in Async."""
+FIRST_STEP = 20
+"""Steps that are left out: the allocators of pinned memory settle in them."""
+
+
+class Waits(NamedTuple):
+    """Calls of workers that waited, by worker and call, over some steps."""
+
+    steps: int
+    calls: dict[str, int]
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{name} {count}" for name, count in self.calls.items()) if self.calls else "none"
+        return f"waits for a GPU in {self.steps} steps: {found}"
+
+
+class WaitCount:
+    """Profiles the steps from FIRST_STEP on. Control calls it with every step that it hears of."""
+
+    def __init__(self, num_steps: int) -> None:
+        """0 counts nothing."""
+        self.num_steps = num_steps
+        self.found: Waits | None = None
+        self._first = -1
+        self._profiler: Any = None
+
+    def step(self, number: int, workers: list[Worker]) -> None:
+        """A step was reported; `number` counts from the run's own first one."""
+        if not self.num_steps or self.found is not None:
+            return
+        if self._profiler is None:
+            if number >= FIRST_STEP:
+                self._first = number
+                self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                self._profiler.start()
+        elif number >= self._first + self.num_steps:
+            self._profiler.stop()
+            self.found = Waits(number - self._first, count_waits(self._events(), native_ids(workers)))
+
+    def _events(self) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            return events
+
+    def describe(self) -> list[str]:
+        """A line for the log."""
+        if not self.num_steps:
+            return []
+        return (
+            [f"waits for a GPU: not counted, fewer than {FIRST_STEP + self.num_steps} steps"]
+            if (self.found is None)
+            else [str(self.found)]
+        )
+
+
+def native_ids(workers: list[Worker]) -> dict[int, str]:
+    """Names of the workers by the number that the system has given to their thread."""
+    ids = {worker.thread.native_id: worker.name for worker in workers if worker.thread is not None}
+    return {number: name for number, name in ids.items() if number is not None}
+
+
+def count_waits(events: list[dict[str, Any]], names: dict[int, str]) -> dict[str, int]:
+    """Calls into the driver that wait, of these threads, out of a Chrome trace's events."""
+    found: Counter[str] = Counter()
+    for event in events:
+        name = str(event.get("name", ""))
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and event.get("tid") in names and _waits(name):
+            found[f"{names[event['tid']]} {name}"] += 1
+    return dict(found.most_common())
+
+
+def _waits(name: str) -> bool:
+    return any(part in name for part in WAITING) and not name.split("_v")[0].endswith("Async")

@@ -1,0 +1,267 @@
+"""One training run on GPUs, in a process of its own: `python run_cases.py CASE`. The last line printed is JSON.
+
+Targets have random weights. The pieces are built by hand: what a run needs of configs, stores and tokenizers is left
+out, so that the runtime alone is on trial.
+
+A anchors, T tokens of a row, L block size.
+"""
+
+import json
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from blockdraft.config import DrafterConfig, LossConfig, OptimConfig, RuntimeConfig
+from blockdraft.data.anchors import position_weights
+from blockdraft.data.loader import Loader, LoaderConfig
+from blockdraft.models.attention import bare_flex_attend, sdpa_attend
+from blockdraft.models.drafter import derive_shape
+from blockdraft.models.target import Target
+from blockdraft.runtime.diagnostics import Diagnostics
+from blockdraft.runtime.distributed import GradientSum, join_world
+from blockdraft.runtime.pipeline import Pipeline
+from blockdraft.runtime.reports import StepDone
+from blockdraft.runtime.startup import Protection
+from blockdraft.runtime.waits import WaitCount
+from blockdraft.runtime.workers import WorkerError
+from blockdraft.training.metrics import report
+from blockdraft.training.start import new_drafter
+from blockdraft.training.step import DrafterStep
+
+NARROW = Qwen3Config(
+    vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
+)  # fmt: skip
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, tie_word_embeddings=True, rope_theta=1e5, max_position_embeddings=8192,
+)  # fmt: skip
+"""SmolLM2-135M's own shape."""
+BLOCK_SIZE = 16
+
+
+class Size(NamedTuple):
+    """What a run is made of."""
+
+    config: Any
+    row_length: int
+    anchors: int
+    steps: int
+    shortest: int
+    longest: int
+    layers: int = 2
+    flex: bool = True
+    devices: tuple[str, ...] = ("cuda:0",)
+    topology: str = "shared"
+    poison: bool = False
+    count_waits: int = 0
+
+
+class Documents:
+    """A token store in memory: sequences with a stride, so that there is something to learn."""
+
+    def __init__(self, size: Size, count: int = 600) -> None:
+        draw = np.random.default_rng(0)
+        spread = draw.uniform(np.log(size.shortest), np.log(size.longest), count)
+        self.lengths = np.exp(spread).round().astype(np.int64)
+        vocab = size.config.vocab_size - 1
+        self.ids = [
+            ((draw.integers(0, vocab) + draw.integers(1, 9) * np.arange(n)) % vocab).astype(np.int32)
+            for n in self.lengths
+        ]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        return Document(self.ids[index], np.ones(len(self.ids[index]), dtype=np.int8))
+
+
+class Document(NamedTuple):
+    """Ids, all of them supervised."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def build(size: Size) -> tuple[Loader, list[Target], list[DrafterStep]]:
+    count = len(size.devices)
+    weight_L = tuple(float(weight) for weight in position_weights(BLOCK_SIZE, 7.0))
+    loader_config = LoaderConfig(
+        row_length=size.row_length, num_rows=1, num_anchors=size.anchors, sort_window=256,
+        target_tokens=2 * size.row_length, block_size=BLOCK_SIZE, weight_L=weight_L, after_gap=False, seed=0,
+        num_drafters=count, accumulation=count, reuse=1,
+    )  # fmt: skip
+    store: Any = Documents(size)
+    loader = Loader(store, loader_config)
+    targets = []
+    for device in size.devices:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(size.config, dtype=torch.bfloat16)
+        targets.append(Target(model, None, size.layers))
+    shape = derive_shape(DrafterConfig(num_layers=size.layers), targets[0].facts, size.config.vocab_size - 1)
+    steps = []
+    for device, target in zip(size.devices, targets, strict=True):
+        drafter = new_drafter(shape, target.ends, target.ends, 0).to(device=device, dtype=torch.bfloat16)
+        ends = target.ends.copy_to(device, torch.bfloat16)
+        steps.append(
+            DrafterStep(
+                drafter,
+                ends,
+                ends,
+                loss=LossConfig(),
+                optim=OptimConfig(accumulation=count),
+                total_steps=size.steps,
+                make_attend=bare_flex_attend if size.flex else sdpa_attend,
+                how="stack" if size.flex else "nothing",
+            )
+        )
+    return loader, targets, steps
+
+
+def train(size: Size) -> dict[str, Any]:
+    """A whole run; what it printed and counted."""
+    protection = Protection(lambda _line: None)
+    loader, targets, steps = build(size)
+    waits = WaitCount(size.count_waits)
+    pipeline = Pipeline(
+        RuntimeConfig(topology=size.topology, targets=size.devices, drafters=size.devices, channel_depth=2),
+        loader, targets, steps, first_step=0, total_steps=size.steps, at_boundary=lambda _step: None,
+        world=join_world() if len(steps) > 1 else None, when_warm=protection.steady,
+        diagnostics=Diagnostics(poison=size.poison),
+    )  # fmt: skip
+    losses: list[float] = []
+    deepest = 0
+
+    def drain() -> None:
+        while not pipeline.reports.empty():
+            item = pipeline.reports.get()
+            if isinstance(item, StepDone):
+                losses.append(report(item.read(BLOCK_SIZE - 1)[0]).loss)
+                waits.step(len(losses), pipeline.workers)
+
+    try:
+        pipeline.start()
+        while pipeline.is_running() and pipeline.crew.first_error is None:
+            drain()
+            deepest = max(deepest, pipeline.channel.in_flight())
+            time.sleep(0.005)
+        if pipeline.crew.first_error is not None:
+            pipeline.abort_sums()
+        pipeline.crew.join()
+        drain()
+        lines = [*pipeline.describe_sides(), *pipeline.memory.describe(), *waits.describe()]
+        for line in (*lines, f"after warm-up: {protection.compilations()}"):
+            say(line)
+        compilations = protection.compilations()
+        memory = {str(device): found._asdict() for device, found in pipeline.memory.found().items()}
+        return {
+            "losses": losses,
+            "compilations": None if compilations is None else sum(compilations),
+            "memory": memory,
+            "flat": all(found.is_flat for found in pipeline.memory.found().values()),
+            "peak_of_all": {str(d): max(m.start_up, *m.peaks) for d, m in pipeline.memory.found().items()},
+            "shapes": len(pipeline.shapes),
+            "deepest": deepest,
+            "waits": None if waits.found is None else waits.found.calls,
+            "seconds": time.monotonic() - pipeline.started,
+            "tok_per_s": loader.tokens_before(size.steps) / (time.monotonic() - pipeline.started),
+        }
+    finally:
+        protection.end()
+
+
+def lengths() -> dict[str, Any]:
+    """50 micro-batches of documents of 4 to 2,000 tokens."""
+    return train(Size(NARROW, 2048, 64, 50, 4, 2000))
+
+
+def flat() -> dict[str, Any]:
+    """1,000 steps of mixed lengths, waits counted over ten of them."""
+    return train(Size(NARROW, 1024, 32, 1000, 8, 1000, count_waits=10))
+
+
+def poison() -> dict[str, Any]:
+    """Drained slots are NaN: a feature that is read too late shows in the loss."""
+    return train(Size(NARROW, 1024, 32, 200, 8, 1000, poison=True))
+
+
+def short() -> dict[str, Any]:
+    return train(Size(NARROW, 2048, 64, 60, 8, 64))
+
+
+def long() -> dict[str, Any]:
+    return train(Size(NARROW, 2048, 64, 60, 1800, 2048))
+
+
+def mixed() -> dict[str, Any]:
+    return train(Size(NARROW, 2048, 64, 60, 8, 2048))
+
+
+def smollm2_flex() -> dict[str, Any]:
+    return train(Size(SMOLLM2, 1024, 64, 60, 8, 1000, layers=5, count_waits=10))
+
+
+def smollm2_sdpa() -> dict[str, Any]:
+    return train(Size(SMOLLM2, 1024, 64, 60, 8, 1000, layers=5, flex=False))
+
+
+def two_pairs() -> dict[str, Any]:
+    """A target and a drafter on each of two GPUs, gradients summed by NCCL."""
+    return train(Size(NARROW, 1024, 32, 60, 8, 1000, devices=("cuda:0", "cuda:1"), topology="pairs"))
+
+
+def dead_in_collective() -> dict[str, Any]:
+    """Drafter 1 dies when drafter 0's sum already runs on its GPU and waits for the other."""
+    start, calls, died = GradientSum.start, [], []
+
+    def die(self: GradientSum, bucket: list[torch.Tensor]) -> None:
+        if self.rank == 1:
+            calls.append(1)
+            if len(calls) == 10:
+                time.sleep(1.0)
+                died.append(time.monotonic())
+                raise RuntimeError("drafter 1 dies inside a sum, as asked")
+        start(self, bucket)
+
+    GradientSum.start = die  # type: ignore[method-assign]
+    message = ""
+    try:
+        train(Size(NARROW, 1024, 32, 400, 8, 1000, devices=("cuda:0", "cuda:1"), topology="pairs"))
+    except WorkerError as error:
+        message = str(error)
+    seconds = time.monotonic() - died[0]
+    kinds = ("loader", "target", "drafter")
+    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith(kinds)]
+    return {"message": message, "seconds": seconds, "alive": alive}
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        lengths,
+        flat,
+        poison,
+        short,
+        long,
+        mixed,
+        smollm2_flex,
+        smollm2_sdpa,
+        two_pairs,
+        dead_in_collective,
+    )
+}
+
+if __name__ == "__main__":
+    say(json.dumps({"torch": torch.__version__, **CASES[sys.argv[1]]()}))

@@ -1,0 +1,107 @@
+"""Whole runs on GPUs: no compilation after warm-up, flat memory, no waits, and ends that leave no thread."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(300),
+]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+CASES = Path(__file__).with_name("run_cases.py")
+MIB = 2**20
+
+
+@functools.cache
+def result_of(case):
+    """The JSON line of a run, also shown with `pytest -s`."""
+    source = str(Path(__file__).parents[2] / "src")
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, str(CASES), case],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    *lines, last = done.stdout.splitlines()
+    found = json.loads(last)
+    shown = {name: value for name, value in found.items() if name != "losses"}
+    sys.stdout.write("\n".join([f"\n{case}", *lines, json.dumps(shown), ""]))
+    return found
+
+
+def test_case_21_documents_of_wildly_different_lengths_compile_nothing():
+    found = result_of("lengths")
+    assert len(found["losses"]) == 50
+    assert found["shapes"] > 20
+    assert found["compilations"] == 0
+
+
+def test_case_22_the_same_budget_takes_the_same_memory_whatever_the_lengths():
+    found = [result_of(case) for case in ("short", "long", "mixed")]
+    assert all(one["compilations"] == 0 and one["flat"] for one in found)
+    peaks = [one["peak_of_all"]["cuda:0"] for one in found]
+    reserved = [one["memory"]["cuda:0"]["reserved"][-1] for one in found]
+    assert max(peaks) - min(peaks) <= max(2 * MIB, 0.005 * max(peaks)), peaks
+    # The allocator takes memory in pieces of 2 and 20 MiB.
+    assert max(reserved) - min(reserved) <= 22 * MIB, reserved
+
+
+def test_case_23_a_thousand_steps_keep_memory_flat_and_the_queue_bounded():
+    found = result_of("flat")
+    assert len(found["losses"]) == 1000
+    memory = found["memory"]["cuda:0"]
+    assert found["flat"], memory
+    assert len(memory["peaks"]) == 20
+    assert max(memory["peaks"]) <= max(found["peak_of_all"].values())
+    assert found["deepest"] <= 2
+    assert found["compilations"] == 0
+
+
+def test_workers_never_wait_for_the_gpu_between_two_log_steps():
+    assert result_of("flat")["waits"] == {}
+
+
+def test_features_are_never_read_too_late():
+    losses = result_of("poison")["losses"]
+    assert len(losses) == 200
+    assert all(loss == loss and loss < 100 for loss in losses)
+    assert losses[-1] < losses[0]
+
+
+def test_smollm2s_shape_trains_on_one_gpu_and_equals_masked_attention():
+    flex, sdpa = result_of("smollm2_flex"), result_of("smollm2_sdpa")
+    assert flex["compilations"] == 0
+    assert len(flex["losses"]) == len(sdpa["losses"]) == 60
+    apart = [abs(one - other) / other for one, other in zip(flex["losses"], sdpa["losses"], strict=True)]
+    sys.stdout.write(f"losses {flex['losses'][::10]} and {sdpa['losses'][::10]}, at most {max(apart):.2e} apart\n")
+    # bfloat16 keeps 8 bits.
+    assert max(apart) < 2**-8
+    assert flex["losses"][-1] < flex["losses"][0]
+
+
+@TWO_GPUS
+def test_two_pairs_sum_their_gradients_and_stay_flat():
+    found = result_of("two_pairs")
+    assert len(found["losses"]) == 60
+    assert found["compilations"] == 0
+    assert found["flat"], found["memory"]
+
+
+@TWO_GPUS
+def test_a_drafter_that_dies_inside_a_collective_ends_the_run():
+    found = result_of("dead_in_collective")
+    assert "drafter 1 on cuda:1 died in step" in found["message"]
+    assert "dies inside a sum, as asked" in found["message"]
+    assert "Traceback (most recent call last)" in found["message"]
+    assert found["seconds"] < 30
+    assert found["alive"] == []
