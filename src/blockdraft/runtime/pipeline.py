@@ -15,14 +15,15 @@ import torch
 from blockdraft.config import RuntimeConfig
 from blockdraft.data.loader import Fill, Loader, MicroBatch
 from blockdraft.models.target import Target
-from blockdraft.runtime.channel import Channel, Stopped
+from blockdraft.runtime.channel import Channel, Stopped, Work
 from blockdraft.runtime.clocks import BOUNDARY, BUSY, OTHERS
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
 from blockdraft.runtime.memory import MemoryWatch
 from blockdraft.runtime.reports import Evaluated, StepDone, WarmedUp, report_step
 from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
-from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link
+from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, step_of
+from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, Lane, Record
 from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.warm_up import warm_up_drafter, warm_up_target
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
@@ -62,9 +63,11 @@ class Pipeline:
         when_warm: Callable[[], None] = lambda: None,
         delay: Delay = no_delay,
         diagnostics: Diagnostics = NONE,
+        keep_spans: int = KEPT,
     ) -> None:
         """Takes calls back into the trainer. `world` joins several drafters; `sum_seconds` is the longest sum.
 
+        `keep_spans`: of each worker, the newest.
         `at_boundary(steps_done)`: in node 0's drafter 0's thread, after each of its steps; it saves and evaluates.
         `when_warm()`: in control's thread, when every worker is warm and none has started.
         `restore(step)`: in each drafter's thread, after its warm-up (which resets moments); it loads a checkpoint.
@@ -103,7 +106,9 @@ class Pipeline:
         devices = sorted({*devices, *(step.drafter.device for step in steps)}, key=str)
         self._is_on_gpu = any(device.type == "cuda" for device in devices)
         self.memory = MemoryWatch(devices)
-        self.workers = self._make_workers(cpu_threads)
+        self.workers = self._make_workers(cpu_threads, keep_spans)
+        self.control = Lane("control", torch.device("cpu"), keep_spans)
+        self.record = Record([*(worker.lane for worker in self.workers), self.control], keep_spans)
 
     def _make_slots(self) -> list[list[Slot]]:
         rows, length, target = self.loader.config.num_rows, self.loader.config.row_length, self.targets[0]
@@ -111,13 +116,14 @@ class Pipeline:
         depth = range(self.config.channel_depth)
         return [[Slot(rows, length, width, target.dtype, step.drafter.device) for _ in depth] for step in self.steps]
 
-    def _make_workers(self, cpu_threads: int | None) -> list[Worker]:
-        workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1)]
+    def _make_workers(self, cpu_threads: int | None, keep: int) -> list[Worker]:
+        workers = [Worker("loader", torch.device("cpu"), self._load, cpu_threads=1, keep_spans=keep)]
         for i, target in enumerate(self.targets):
-            workers.append(Worker(f"target {i}", target.device, self._target_body(i), cpu_threads))
+            body = self._target_body(i)
+            workers.append(Worker(f"target {i}", target.device, body, cpu_threads, keep_spans=keep))
         for i, step in enumerate(self.steps):
-            body, leave = self._drafter_body(i), self._leave(i)
-            workers.append(Worker(f"drafter {i}", step.drafter.device, body, cpu_threads, at_end=leave))
+            body, leave, name = self._drafter_body(i), self._leave(i), f"drafter {i}"
+            workers.append(Worker(name, step.drafter.device, body, cpu_threads, at_end=leave, keep_spans=keep))
         return workers
 
     def start(self) -> None:
@@ -134,6 +140,7 @@ class Pipeline:
             self.started = time.monotonic()
             self.watchdog.begin_steady()
             self._go.set()
+        self.record.read_devices()
         return self.crew.is_alive()
 
     def ask_to_stop(self) -> None:
@@ -166,6 +173,7 @@ class Pipeline:
     # Bodies, each in its own thread
 
     def _begin(self, worker: Worker) -> None:
+        worker.lane.begin()
         worker.warm = True
         while not self._go.wait(0.05):
             if self.crew.first_error is not None:
@@ -176,10 +184,15 @@ class Pipeline:
         self._begin(worker)
 
         def fills() -> Iterator[Fill]:
+            started = time.perf_counter()
             for fill in self.loader.fills(self.first_step, self.total_steps):
                 worker.step = fill.passes[0].step
                 self.delay(worker.name, fill.number)
-                yield pinned(fill) if self._is_on_gpu else fill
+                ready = pinned(fill) if self._is_on_gpu else fill
+                worker.lane.add("pack", started, worker.step)
+                with worker.lane.span(HAND_OVER, worker.step):
+                    yield ready
+                started = time.perf_counter()
 
         self.channel.feed(fills())
 
@@ -188,25 +201,42 @@ class Pipeline:
             config = self.loader.config
             rows, length = config.num_rows, config.row_length
             filler = Filler(
-                self.targets[index], rows, length, self.kept, with_final=self._with_final, clock=worker.clock
+                self.targets[index],
+                rows,
+                length,
+                self.kept,
+                with_final=self._with_final,
+                clock=worker.clock,
+                lane=worker.lane,
             )
             with self._compile_lock:
                 reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
                 first_slots = [slots[0] for slots in reached]
                 warm_up_target(worker.name, filler, first_slots, self.shapes, config, self.reports.put)
             self._begin(worker)
-            while (work := self.channel.next_work(index)) is not None:
-                worker.step = work.fill.passes[0].step
+            while (work := self._next_work(worker, index)) is not None:
                 self.delay(worker.name, work.fill.number)
-                with self._turn:
+                with self._turn, worker.lane.span("fill", worker.step):
                     filler.fill(self.slots[work.drafter][work.slot], work.fill)
                 self.channel.publish(work)
+                self.record.depth(self.channel.filled())
 
         return body
+
+    def _next_work(self, worker: Worker, index: int) -> Work | None:
+        started, before = time.perf_counter(), self.channel.target_waits[index]
+        work = self.channel.next_work(index)
+        after = self.channel.target_waits[index]
+        if work is not None:
+            worker.step = step_of(work.fill)
+        waited = (now - then for now, then in zip(after, before, strict=True))
+        worker.lane.waited(started, *waited, worker.step)
+        return work
 
     def _drafter_body(self, index: int) -> Callable[[Worker], None]:
         def body(worker: Worker) -> None:
             step = self.steps[index]
+            step.timed = lambda what: worker.lane.both(what, worker.step)
             with self._compile_lock:
                 started = time.perf_counter()
                 warm_up_drafter(step, self.slots[index][0], self.loader)
@@ -268,9 +298,12 @@ class Pipeline:
         while not is_done:
             worker.step = max(self.first_step, number // config.num_drafters * config.reuse // config.per_drafter)
             self.delay(worker.name, number)
-            work = self.channel.take(index, number)
+            with worker.lane.span(INPUT, worker.step):
+                work = self.channel.take(index, number)
+            self.record.depth(self.channel.filled())
             slot = self.slots[index][work.slot]
             slot.await_filled()
+            worker.lane.idle_on_device(INPUT, worker.step)
             with worker.clock.spend(BUSY):
                 is_done = self._consume(worker, index, work.fill, slot)
             number += config.num_drafters
@@ -282,12 +315,13 @@ class Pipeline:
             worker.step = one.step
             blocks = to_device(one, step.drafter.device)
             if one.is_last:
-                with worker.clock.spend(OTHERS):
+                with worker.clock.spend(OTHERS), worker.lane.span(OTHERS, one.step):
                     if index == 0:
                         # Before the drafters meet for this step's sum, so that every one of them knows the last step.
                         self._settle_last_step(one.step)
                     step.begin_sum()
-            step.micro_batch(slot.features_RTC, blocks, one.denominator)
+            with worker.lane.both("micro-batch", one.step):
+                step.micro_batch(slot.features_RTC, blocks, one.denominator)
             if one is fill.passes[-1]:
                 slot.mark_drained(self.diagnostics.poison)
                 self.channel.release(index)

@@ -145,7 +145,7 @@ class Filler:
                 columns = buffer[:, column * self.width : (column + 1) * self.width]
                 columns.index_copy_(0, index_N, hidden_BPD.flatten(0, 1).to(columns.dtype))
 
-            with self.lane.span("forward", step_of(fill)), self.lane.on_device("forward", step_of(fill)):
+            with self.lane.both("forward", step_of(fill)):
                 self.capture(ids_BP, put)
         buffer[-1].zero_()
 

@@ -90,6 +90,10 @@ class Lane:
         """Around what the thread does; spans may be nested."""
         return _Open(self, what, step)
 
+    def both(self, what: str, step: int) -> "_Both":
+        """Around what the thread does and queues."""
+        return _Both(self, what, step)
+
     def add(self, what: str, start_s: float, step: int) -> None:
         """A span that ends now."""
         self.spans.append(Span(what, start_s, time.perf_counter(), step))
@@ -142,6 +146,23 @@ class _Timed:
     ) -> None:
         if kind is None:
             self.track.put(_Mark(self.what, self.step, self.start, self.track.mark(), self.queued_s))
+
+
+class _Both:
+    """A span of the thread and the same of its device."""
+
+    def __init__(self, lane: Lane, what: str, step: int) -> None:
+        self.host, self.device = lane.span(what, step), lane.on_device(what, step)
+
+    def __enter__(self) -> None:
+        self.host.__enter__()
+        self.device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.device.__exit__(kind, error, where)
+        self.host.__exit__(kind, error, where)
 
 
 class DeviceTrack:

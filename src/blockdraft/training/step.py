@@ -3,6 +3,8 @@
 R rows, T context tokens, A anchors, L block positions, S = L - 1 drafted slots, D width, C captured layers.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -112,6 +114,8 @@ class DrafterStep:
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
         self.grad_norm = torch.zeros((), device=drafter.device)
+        self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Called with what `finish` is about to do; the runtime records how long it takes."""
         self.last_scale = 0.0
         """Learning rate of the last step as a share of the peak."""
 
@@ -154,10 +158,12 @@ class DrafterStep:
         sums, self.sums = self.sums, zero_sums(self.num_slots, self.drafter.device)
         if self.sum_gradients is not None:
             flat = flatten_sums(sums)
-            self.buckets.finish(flat)
+            with self.timed("sum of gradients"):
+                self.buckets.finish(flat)
             sums = unflatten_sums(flat, self.num_slots)
         self.last_scale = lr_scale(step, self.total_steps, self.optim_config)
-        self.grad_norm = self.optimizer.step(self.last_scale)
+        with self.timed("update"):
+            self.grad_norm = self.optimizer.step(self.last_scale)
         return sums
 
     def rehearse(self) -> None:
