@@ -32,6 +32,7 @@ from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.transfers import pinned, to_device
+from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.metrics import report
 from blockdraft.training.step import DrafterStep, MakeAttend
@@ -129,19 +130,10 @@ def run(args: argparse.Namespace) -> int:
     loader = make_loader(args, targets[0].vocab_size)
     shapes = loader.shapes_until(args.steps)
     say(f"{len(shapes)} target shapes, epoch of {loader.counts.fills} slots, padding {loader.counts.padding}")
-    memory: list[tuple[int, int]] = []
-
-    def at_boundary(steps_done: int) -> None:
-        if torch.cuda.is_available():
-            memory.append(
-                (torch.cuda.max_memory_allocated(args.drafters[0]), torch.cuda.memory_reserved(args.drafters[0]))
-            )
-            if steps_done % 50 == 0:
-                torch.cuda.reset_peak_memory_stats(args.drafters[0])
-
+    waits = WaitCount(args.count_waits)
     pipeline = Pipeline(
         RuntimeConfig(topology="pool", targets=tuple(args.targets), drafters=tuple(args.drafters), channel_depth=2),
-        loader, targets, steps, first_step=0, total_steps=args.steps, at_boundary=at_boundary,
+        loader, targets, steps, first_step=0, total_steps=args.steps, at_boundary=lambda _step: None,
         world=join_world() if len(steps) > 1 else None,
         when_warm=protection.steady if protection else lambda: None,
         delay=functools.partial(die, args.die),
@@ -151,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     losses: list[float] = []
     marks: list[tuple[float, int]] = []
-    tokens = watch(pipeline, losses, marks)
+    tokens = watch(pipeline, losses, marks, waits)
     elapsed = time.monotonic() - pipeline.started
     rate = tokens / elapsed
     say(f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {rate:,.0f} tok/s")
@@ -162,11 +154,8 @@ def run(args: argparse.Namespace) -> int:
         say(line)
     if protection is not None:
         say(f"after warm-up: {protection.compilations()}")
-        peaks = [max(m for m, _ in memory[i : i + 50]) / 2**30 for i in range(50, len(memory) - 49, 50)]
-        say(f"peak per 50 steps, GiB: {' '.join(f'{p:.3f}' for p in peaks)}")
-        say(f"reserved from step 20 on, GiB: {sorted({round(r / 2**30, 3) for _, r in memory[20:]})}")
-        for device in {*args.targets, *args.drafters}:
-            say(f"allocator retries {device}: {torch.cuda.memory_stats(device)['num_alloc_retries']}")
+        for line in (*pipeline.memory.describe(), *waits.describe()):
+            say(line)
         torch.compiler.set_stance("default")
     alone(args, loader, targets[0], steps[0])
     if protection is not None:
@@ -180,13 +169,14 @@ def pace(marks: list[tuple[float, int]]) -> float:
     return (later[-1][1] - later[0][1]) / max(1e-9, later[-1][0] - later[0][0])
 
 
-def watch(pipeline: Pipeline, losses: list[float], marks: list[tuple[float, int]]) -> int:
+def watch(pipeline: Pipeline, losses: list[float], marks: list[tuple[float, int]], waits: WaitCount) -> int:
     """Runs the pipeline to its end; the tokens trained on."""
     pipeline.start()
     tokens = 0
     while pipeline.is_running() and pipeline.crew.first_error is None:
         tokens = drain(pipeline, losses, tokens)
         marks.append((time.monotonic(), tokens))
+        waits.step(len(losses), pipeline.workers)
         pipeline.watchdog.check()
     if pipeline.crew.first_error is not None:
         pipeline.abort_sums()
@@ -264,6 +254,7 @@ def main() -> int:
     parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--documents", type=int, default=400)
+    parser.add_argument("--count-waits", type=int, default=0, help="calls of workers that wait, over so many steps")
     parser.add_argument("--die", default="", help="such as 'drafter 1:21': this worker fails there")
     try:
         return run(parser.parse_args())
