@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from blockdraft.runtime.channel import Channel
+from blockdraft.runtime.channel import Channel, Waited
 from blockdraft.runtime.clocks import BOUNDARY, BUSY, HANDING_OVER, OTHERS
 from blockdraft.runtime.workers import Worker
 
@@ -29,33 +29,58 @@ def busy_shares(workers: Sequence[Worker], elapsed_s: float) -> Busy:
     return Busy(share("target"), share("drafter"))
 
 
-def describe_sides(workers: Sequence[Worker], channel: Channel, elapsed_s: float) -> list[str]:
-    """For each worker what it did; the mean depth of the channel; which side limits the run."""
+class Spent(NamedTuple):
+    """What one worker's seconds went into."""
+
+    busy_s: float
+    for_input_s: float
+    to_hand_over_s: float
+    others_s: float
+    """Waiting for other drafters."""
+    boundary_s: float
+    """Saving and evaluating."""
+
+
+def spent(workers: Sequence[Worker], channel: Channel, elapsed_s: float) -> dict[str, Spent]:
+    """Of every target and drafter, in `elapsed_s` since the steady state began."""
     waits = {f"target {i}": waited for i, waited in enumerate(channel.target_waits)}
     waits |= {f"drafter {i}": waited for i, waited in enumerate(channel.drafter_waits)}
+    return {
+        worker.name: _spent(dict(worker.clock.seconds), waits[worker.name], elapsed_s)
+        for worker in workers
+        if worker.name in waits
+    }
+
+
+def _spent(seconds: dict[str, float], waited: Waited, elapsed_s: float) -> Spent:
+    # On a GPU the thread waits in the channel while the device still works, so its idle time is what counts; the
+    # thread's waits say why.
+    idle = max(0.0, elapsed_s - sum(seconds.values()))
+    hand_over, for_input = waited.to_hand_over_s, waited.for_input_s
+    share = hand_over / max(1e-9, hand_over + for_input)
+    return Spent(
+        seconds[BUSY],
+        min(for_input, idle * (1 - share)),
+        seconds[HANDING_OVER] + min(hand_over, idle * share),
+        seconds[OTHERS],
+        seconds[BOUNDARY],
+    )
+
+
+def describe_sides(workers: Sequence[Worker], channel: Channel, elapsed_s: float) -> list[str]:
+    """For each worker what it did; the mean depth of the channel; which side limits the run."""
     elapsed_s = max(1e-9, elapsed_s)
     lines = []
-    for worker in workers:
-        if worker.name not in waits:
-            continue
-        seconds, waited = dict(worker.clock.seconds), waits[worker.name]
-        # On a GPU the thread waits in the channel while the device still works, so its idle time is what counts;
-        # the thread's waits say why.
-        idle = max(0.0, elapsed_s - sum(seconds.values()))
-        hand_over, for_input = waited.to_hand_over_s, waited.for_input_s
-        share = hand_over / max(1e-9, hand_over + for_input)
-        handing = seconds[HANDING_OVER] + min(hand_over, idle * share)
+    for name, found in spent(workers, channel, elapsed_s).items():
         parts = [
-            f"busy {seconds[BUSY] / elapsed_s:.0%}",
-            f"waiting for input {min(for_input, idle * (1 - share)) / elapsed_s:.0%}",
-            f"waiting to hand over {handing / elapsed_s:.0%}",
+            f"busy {found.busy_s / elapsed_s:.0%}",
+            f"waiting for input {found.for_input_s / elapsed_s:.0%}",
+            f"waiting to hand over {found.to_hand_over_s / elapsed_s:.0%}",
         ]
-        parts += [
-            f"{kind} {seconds[kind] / elapsed_s:.0%}"
-            for kind in (OTHERS, BOUNDARY)
-            if seconds[kind] > 0.005 * elapsed_s
-        ]
-        lines.append(f"{worker.name}: {', '.join(parts)}")
+        for kind, seconds in ((OTHERS, found.others_s), (BOUNDARY, found.boundary_s)):
+            if seconds > 0.005 * elapsed_s:
+                parts.append(f"{kind} {seconds / elapsed_s:.0%}")
+        lines.append(f"{name}: {', '.join(parts)}")
     busy = busy_shares(workers, elapsed_s)
     limit = "target" if busy.target > busy.drafter else "drafter"
     full, slots = channel.mean_depth(), channel.depth * channel.num_drafters
