@@ -13,7 +13,10 @@ from blockdraft.config import ConfigError
 from blockdraft.data import loader
 from blockdraft.data.template import Encoded
 from blockdraft.runtime.diagnostics import Diagnostics
+from blockdraft.runtime.distributed import GradientSum
 from blockdraft.runtime.pipeline import no_delay
+from blockdraft.training import buckets
+from blockdraft.training.buckets import GradientBuckets
 from integration.test_resume import forget_after
 from integration.tiny_run import (
     Files,
@@ -78,6 +81,67 @@ def test_two_drafters_equal_one_with_twice_the_micro_batches(files, one_drafter,
     assert_close_run(ran.run_dir, one_drafter)
     first, second = (step.optimizer.state_tensors() for step in ran.control.built.steps)
     assert all(torch.equal(value, second[name]) for name, value in first.items()), "replicas part"
+
+
+@pytest.fixture
+def small_buckets(monkeypatch) -> list[int]:
+    """Many sums a step; collects how many of them each step had started before its backward was over."""
+    early: list[int] = []
+    finish = GradientBuckets.finish
+
+    def counted(self, counts) -> None:
+        early.append(self.num_started)
+        finish(self, counts)
+
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2_000)
+    monkeypatch.setattr(GradientBuckets, "finish", counted)
+    return early
+
+
+@pytest.mark.parametrize(
+    ("topology", "drafters", "micro_batches"),
+    [("pool", 2, 2), ("pool", 3, 6), ("pairs", 2, 4), ("shared", 2, 2)],
+)
+def test_sums_beside_the_backward_equal_sums_after_it(
+    files, tmp_path, monkeypatch, small_buckets, topology, drafters, micro_batches
+):
+    runtime = {"topology": topology, "targets": ("cpu",) * (1 if topology == "pool" else 2)}
+    runtime["drafters"] = ("cpu",) * drafters
+    data = {"num_rows": 1}
+    runs = []
+    for name in ("beside", "after"):
+        small_buckets.clear()
+        config = accumulated(files, tmp_path / name, micro_batches, runtime=runtime, data=data)
+        ran = run_control(config, delay=jitter(4))
+        runs.append(ran.run_dir)
+        num_buckets = len(ran.control.built.steps[0].buckets)
+        assert num_buckets > 3
+        # The first sum of each drafter has no backward: it sets up what carries the others.
+        assert sorted(small_buckets) == [0] * drafters + [num_buckets if name == "beside" else 0] * 10 * drafters
+        monkeypatch.setattr(GradientBuckets, "announce", lambda _self, _name: None)
+    assert_same_run(*runs)
+
+
+def test_two_bfloat16_drafters_sum_in_bfloat16_what_one_adds_in_float32(files, tmp_path, monkeypatch):
+    types: dict[int, set[torch.dtype]] = {}
+    start = GradientSum.start
+
+    def noted(self, bucket) -> None:
+        types.setdefault(len(runs), set()).update(value.dtype for value in bucket if value.dim() == 2)
+        start(self, bucket)
+
+    monkeypatch.setattr(GradientSum, "start", noted)
+    runs: list[Path] = []
+    for drafters, micro_batches in ((1, 2), (2, 2), (1, 4), (2, 4)):
+        runtime = {"drafters": ("cpu",) * drafters}
+        changes = {"drafter": {"dtype": "bfloat16"}, "runtime": runtime, "steps": 4}
+        runs.append(run_control(accumulated(files, tmp_path / str(len(runs)), micro_batches, **changes)).run_dir)
+    # The sum that sets things up is of the masters' zeros. Two micro-batches a replica are summed in float32.
+    assert types == {1: {torch.float32, torch.bfloat16}, 3: {torch.float32}}
+    for one, two in ((runs[0], runs[1]), (runs[2], runs[3])):
+        for ours, theirs in zip(metrics(one), metrics(two), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-3)
 
 
 @pytest.mark.parametrize("objective", ["ce", "dpace", "kl"])

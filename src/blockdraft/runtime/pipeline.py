@@ -247,9 +247,8 @@ class Pipeline:
             if self.world is not None:
                 self.channel.meet()
                 rank, size = self.loader.config.first_drafter + index, self.loader.config.num_drafters
-                step.sum_gradients = GradientSum(
-                    self.world.client(), rank, size, step.drafter.device, self.sum_seconds, self.channel.meet
-                )
+                client, device = self.world.client(), step.drafter.device
+                step.join(GradientSum(client, rank, size, device, self.sum_seconds, self.channel.meet))
             self._train(worker, index)
             self._finish_together(index)
 

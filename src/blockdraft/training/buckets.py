@@ -38,16 +38,23 @@ class GradientBuckets:
     waits for those before it, and what no hook has announced is started at the end.
     """
 
-    def __init__(self, weights: dict[str, nn.Parameter], gradient: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self,
+        weights: dict[str, nn.Parameter],
+        gradient: Callable[[str], Tensor],
+        landed: Callable[[list[str]], None] = lambda _names: None,
+    ) -> None:
         """`gradient(name)`: what is summed for a weight, once its hook has run; zeros where there is none.
 
-        Its hooks come behind those that are registered already.
+        `landed(names)`: called when these are summed, while later buckets may still be on their way. Its hooks come
+        behind those that are registered already.
         """
-        self._gradient = gradient
+        self._gradient, self._landed = gradient, landed
         self._buckets = list(cut(list(reversed(weights)), weights))
         self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket}
         self._missing: list[int] = []
-        self._started = 0
+        self.num_started = 0
+        """Buckets of this step's sum that were started so far."""
         self._sum: SumGradients | None = None
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(partial(self._made, name))
@@ -58,31 +65,36 @@ class GradientBuckets:
     def begin(self, total: SumGradients) -> None:
         """From now on a gradient that is made is final: the backward of a step's last micro-batch follows."""
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._started = 0
+        self.num_started = 0
         self._sum = total
 
     def _made(self, name: str, _weight: Tensor) -> None:
-        if self._sum is None:
-            return
+        if self._sum is not None:
+            self.announce(name)
+
+    def announce(self, name: str) -> None:
+        """Says that this weight's gradient is final; starts the sums that waited for it."""
         self._missing[self._bucket_of[name]] -= 1
-        while self._started < len(self._buckets) and self._missing[self._started] == 0:
+        while self.num_started < len(self._buckets) and self._missing[self.num_started] == 0:
             self._start()
 
     def _start(self) -> None:
         assert self._sum is not None
-        bucket = self._buckets[self._started]
-        self._started += 1
+        bucket = self._buckets[self.num_started]
+        self.num_started += 1
         self._sum.start([self._gradient(name) for name in bucket])
 
     def finish(self, counts: Tensor) -> None:
         """Starts what is left, `counts` after it, and waits for every sum, oldest first."""
         assert self._sum is not None, "a sum that was not begun"
-        while self._started < len(self._buckets):
+        while self.num_started < len(self._buckets):
             self._start()
         total, self._sum = self._sum, None
         total.start([counts])
-        for _ in range(len(self._buckets) + 1):
+        for bucket in self._buckets:
             total.wait()
+            self._landed(bucket)
+        total.wait()
 
 
 def cut(names: list[str], weights: dict[str, nn.Parameter]) -> Iterator[list[str]]:

@@ -1,10 +1,11 @@
 """Optimizers on float32 masters, the schedule, and clipping.
 
 The drafter computes in its own type; every micro-batch's gradient is added into the float32 master's gradient as soon
-as autograd has finished it, so accumulation never rounds to bfloat16.
+as autograd has finished it, or as soon as it is summed over replicas, so accumulation never rounds to bfloat16.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ class MasterOptimizer:
         self._owns_masters = not same
         if self._owns_masters:
             for name, weight in self.weights.items():
-                weight.register_post_accumulate_grad_hook(self._accumulate(self.masters[name]))
+                weight.register_post_accumulate_grad_hook(partial(self._made, name))
+        self._is_kept = False
         matrices = [master for master in self.masters.values() if master.dim() == 2]
         others = [master for master in self.masters.values() if master.dim() != 2]
         decay = config.weight_decay
@@ -58,19 +60,38 @@ class MasterOptimizer:
         self.peaks = {"matrices": config.lr, "norms": config.lr if config.norm_lr is None else config.norm_lr}
         self.skipped = torch.zeros((), device=next(iter(self.weights.values())).device)
 
-    @staticmethod
-    def _accumulate(master: nn.Parameter) -> "_AddGradient":
-        return _AddGradient(master)
+    def _made(self, name: str, _weight: Tensor) -> None:
+        if not self._is_kept:
+            self.land([name])
+
+    def keep_gradients(self) -> None:
+        """Lets the next backward leave its gradients where it makes them, in the weights' type, until they `land`."""
+        self._is_kept = self._owns_masters
+
+    def land(self, names: list[str]) -> None:
+        """Adds finished gradients into the masters' and frees them; where weights are masters they are there."""
+        if not self._owns_masters:
+            return
+        for name in names:
+            weight, master = self.weights[name], self.masters[name]
+            if weight.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.add_(weight.grad)
+            weight.grad = None
 
     def gradient(self, name: str) -> Tensor:
-        """One weight's float32 gradient; zeros if it got none."""
-        master = self.masters[name]
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        return master.grad
+        """One weight's gradient so far; zeros if it got none. Float32, or as `keep_gradients` left it."""
+        holder = self.weights[name] if self._is_kept else self.masters[name]
+        if holder.grad is None:
+            holder.grad = torch.zeros_like(holder)
+        return holder.grad
 
     def gradients(self) -> list[Tensor]:
         """The float32 gradients, in a fixed order."""
+        self._is_kept = False
         return [self.gradient(name) for name in self.masters]
 
     @torch.no_grad()
@@ -153,18 +174,3 @@ class MasterOptimizer:
                 if "." not in key:
                     device = "cpu" if key == "step" and master.device.type == "cpu" else master.device
                     part.state[master][key] = value.to(device=device, copy=True)
-
-
-class _AddGradient:
-    """Adds a finished gradient into the master's and frees it."""
-
-    def __init__(self, master: nn.Parameter) -> None:
-        self.master = master
-
-    def __call__(self, weight: Tensor) -> None:
-        assert weight.grad is not None
-        if self.master.grad is None:
-            self.master.grad = weight.grad.float()
-        else:
-            self.master.grad.add_(weight.grad)
-        weight.grad = None

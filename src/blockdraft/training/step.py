@@ -110,12 +110,14 @@ class DrafterStep:
         self.run_drafter = compile_drafter(drafter, how)
         self.slot_loss = choose_slot_loss(drafter.device)
         self.optimizer = MasterOptimizer(drafter, optim)
-        self.buckets = GradientBuckets(self.optimizer.weights, self.optimizer.gradient)
+        self.buckets = GradientBuckets(self.optimizer.weights, self.optimizer.gradient, self.optimizer.land)
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
         self.grad_norm = torch.zeros((), device=drafter.device)
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Called with what `finish` is about to do; the runtime records how long it takes."""
+        self.num_micro_batches = 0
+        """Of the step that is under way."""
         self.last_scale = 0.0
         """Learning rate of the last step as a share of the peak."""
 
@@ -135,6 +137,7 @@ class DrafterStep:
             weight_RAS = dpace_weights(loss_RAS, weight_RAS > 0)
         loss = weighted_loss(loss_RAS, weight_RAS, denominator)
         loss.backward()
+        self.num_micro_batches += 1
         self.sums = add_sums(self.sums, slot_sums(loss, correct_RAS, blocks.supervised_RAS))
 
     def _against_target(self, drafted_ND: Tensor, final_ND: Tensor, label_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,15 +150,28 @@ class DrafterStep:
         choice_N = target_choice(final_ND, self.head, config.chunk_rows)
         return self.slot_loss(drafted_ND, choice_N, self.head, config.chunk_rows)
 
+    def join(self, total: SumGradients) -> None:
+        """From now on one of several replicas. Sums every bucket once, so that what carries them is set up and warm."""
+        self.sum_gradients = total
+        self.buckets.begin(total)
+        self.buckets.finish(torch.zeros_like(flatten_sums(self.sums)))
+
     def begin_sum(self) -> None:
-        """Before a step's last micro-batch: meets the other replicas; sums then run beside the backward."""
+        """Before a step's last micro-batch: meets the other replicas; sums then run beside the backward.
+
+        A micro-batch that is the step's only one needs no addition, so its gradients are summed in the weights' type:
+        half the bytes. With several the float32 sums of this replica are what is summed.
+        """
         if self.sum_gradients is not None:
             self.sum_gradients.meet()
+            if self.num_micro_batches == 0:
+                self.optimizer.keep_gradients()
             self.buckets.begin(self.sum_gradients)
 
     def finish(self, step: int) -> StepSums:
         """Sums gradients and counts over all replicas, clips, updates; returns the counts and starts new ones."""
         sums, self.sums = self.sums, zero_sums(self.num_slots, self.drafter.device)
+        self.num_micro_batches = 0
         if self.sum_gradients is not None:
             flat = flatten_sums(sums)
             with self.timed("sum of gradients"):
@@ -170,4 +186,5 @@ class DrafterStep:
         """The update at learning rate 0 after zero gradients, without a collective; leaves no trace in any counter."""
         self.optimizer.step(0.0)
         self.optimizer.reset_moments()
+        self.num_micro_batches = 0
         self.sums = zero_sums(self.num_slots, self.drafter.device)

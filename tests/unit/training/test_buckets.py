@@ -59,7 +59,7 @@ def build(log: list[str]) -> tuple[Stack, GradientBuckets]:
         found = weights[name].grad
         return torch.zeros_like(weights[name]) if found is None else found
 
-    return stack, GradientBuckets(weights, gradient)
+    return stack, GradientBuckets(weights, gradient, lambda names: log.append(f"landed {names}"))
 
 
 def test_a_bucket_is_started_when_its_gradients_are_made(one_each):
@@ -75,7 +75,10 @@ def test_a_bucket_is_started_when_its_gradients_are_made(one_each):
     assert log[-1] == "start 3"
     counts = torch.ones(3)
     found.finish(counts)
-    assert log[-6:] == ["start 4", *["wait"] * 5]
+    assert log[-10:] == [
+        *("start 4", "wait", "landed ['idle']", "wait", "landed ['third.weight']"),
+        *("wait", "landed ['second.weight']", "wait", "landed ['first.weight']", "wait"),
+    ]
     assert total.sums[-1][0] is counts
     assert total.sums[3][0] is stack.first.weight.grad
 
