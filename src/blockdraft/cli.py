@@ -14,6 +14,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Annotated, Any, Final, NamedTuple
 
+from blockdraft.commands.stops import EARLY_STOP, EXIT_INTERRUPTED, StopRequested, Stops
 from blockdraft.config import ConfigError, RunConfig
 from blockdraft.recipes import list_recipes, load_recipe
 
@@ -35,7 +36,6 @@ VERBS: Final = {
     "import": Verb("blockdraft.commands.import_", "read a published drafter, for warm starts and evaluation"),
 }
 EXIT_ERROR: Final = 2  # As for a flag that does not exist.
-EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in VERBS:
         raise ConfigError(_unknown_verb(name))
     if name == "train":
-        return _train(rest)
+        return _train_until_stopped(rest)
     module = importlib.import_module(VERBS[name].module)
     return int(module.run(_parse(module.Options, f"blockdraft {name}", rest, module.__doc__)))
 
@@ -74,7 +74,23 @@ def _version() -> str:
         return "(run from source, not installed)"
 
 
-def _train(arguments: list[str]) -> int:
+def _train_until_stopped(arguments: list[str]) -> int:
+    """Hears stops from here on: imports alone take seconds."""
+    stops = Stops()
+    try:
+        with stops.listen():
+            return _train(arguments, stops)
+    except StopRequested:
+        pass
+    except Exception:
+        # Whatever a stop broke off, such as a half-done import, may fail in its own way.
+        if stops.ask is not None or not stops.count:
+            raise
+    sys.stdout.write(f"{EARLY_STOP}\n")
+    return 0
+
+
+def _train(arguments: list[str], stops: Stops) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(_train_overview())
         return 0
@@ -86,7 +102,7 @@ def _train(arguments: list[str]) -> int:
     config = load_recipe(recipe)
     module = importlib.import_module(VERBS["train"].module)
     parsed = _parse(_train_arguments(module, config), f"blockdraft train {recipe}", rest, module.__doc__)
-    return int(module.run(parsed.config, parsed.options))
+    return int(module.run(parsed.config, parsed.options, stops))
 
 
 def _train_arguments(module: ModuleType, config: RunConfig) -> type:

@@ -130,9 +130,12 @@ class OptimConfig:
     """Learning rate at the end, as a share of lr."""
     accumulation: int = 1
     """Micro-batches of a step, over all drafters."""
+    max_skipped: int = 10
+    """Steps that a run may skip because their gradients are not finite; one more ends it."""
 
     def __post_init__(self) -> None:
         _at_least(1, "optim.accumulation", self.accumulation)
+        _at_least(0, "optim.max_skipped", self.max_skipped)
         if not self.clip > 0:
             raise ConfigError(f"optim.clip must be above 0 (a large number clips nothing), got {self.clip}")
         for name, value in (("warmup", self.warmup), ("decay", self.decay)):

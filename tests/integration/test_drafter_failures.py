@@ -94,11 +94,11 @@ def test_a_drafter_that_dies_before_the_sum(files, tmp_path):
 
 
 def test_an_error_while_drafter_0_saves_and_the_others_wait_for_it(files, tmp_path, monkeypatch):
-    def full(*_arguments: object, data: str) -> None:
+    def full(*_arguments: object) -> None:
         time.sleep(0.3)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("blockdraft.commands.control.save_checkpoint", full)
+    monkeypatch.setattr("blockdraft.runtime.saver.Saver.save", full)
     assert_ends(three_drafters(files, tmp_path, save_every=2), r"^drafter 0 on cpu died in step 2:[\s\S]*No space left")
 
 
@@ -129,11 +129,11 @@ def test_an_evaluation_may_take_longer_than_a_sum(files, tmp_path, monkeypatch):
     monkeypatch.setattr("blockdraft.commands.control.SUM_SECONDS", 1.0)
     saved: list[int] = []
 
-    def slow(_root, steps_done: int, *_arguments: object, data: str) -> None:
+    def slow(_saver, steps_done: int) -> None:
         saved.append(steps_done)
         time.sleep(2.0)
 
-    monkeypatch.setattr("blockdraft.commands.control.save_checkpoint", slow)
+    monkeypatch.setattr("blockdraft.runtime.saver.Saver.save", slow)
     runtime = {"drafters": ("cpu", "cpu")}
     run_control(tiny_config(files, tmp_path, steps=4, save_every=2, optim={"accumulation": 2}, runtime=runtime))
     assert saved == [2, 4]

@@ -80,12 +80,12 @@ def test_only_the_first_error_counts(files, tmp_path):
         run_control(tiny_config(files, tmp_path), delay=both)
 
 
-def test_an_error_while_saving_is_the_drafters(files, tmp_path, monkeypatch):
-    def full(*_arguments: object, data: str) -> None:
+def test_an_error_of_the_writer_ends_the_run_with_its_traceback(files, tmp_path, monkeypatch):
+    def full(*_arguments: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("blockdraft.commands.control.save_checkpoint", full)
-    with pytest.raises(WorkerError, match=r"drafter 0 on cpu died in step 5:[\s\S]*No space left on device"):
+    monkeypatch.setattr("blockdraft.runtime.saver.write_checkpoint", full)
+    with pytest.raises(WorkerError, match=r"saving failed in the writer:[\s\S]*No space left on device"):
         run_control(tiny_config(files, tmp_path))
     assert worker_threads() == []
 

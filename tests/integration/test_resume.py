@@ -13,7 +13,8 @@ import pytest
 
 from blockdraft.commands import train
 from blockdraft.config import ConfigError, read_config, to_json
-from blockdraft.training.checkpoint import check_resumable, list_checkpoints, newest_checkpoint
+from blockdraft.training.checkpoint import list_checkpoints, newest_checkpoint
+from blockdraft.training.resuming import check_resumable
 from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config
 
 VARIANTS = {

@@ -119,7 +119,7 @@ def run_control(
 
 def worker_threads() -> list[str]:
     """Names of a run's threads that are alive."""
-    kinds = ("loader", "target", "drafter")
+    kinds = ("loader", "target", "drafter", "writer")
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(kinds)]
 
 

@@ -1,43 +1,40 @@
 """Control of a training run, in the main thread: starts the workers, watches, logs, stops.
 
-Saving and evaluating happen in drafter 0's thread, between two of its steps.
+Saving and evaluating begin in drafter 0's thread, between two of its steps (boundary.py).
 """
 
 import dataclasses
 import queue
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import torch
 
+from blockdraft.commands.boundary import Boundary, contents_at, evaluate
 from blockdraft.commands.build import Built, build
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
-from blockdraft.commands.run_directory import claim, write_environment
-from blockdraft.commands.tracking import MetricsFile, open_trackers
+from blockdraft.commands.run_directory import check_directory, claim, write_environment
+from blockdraft.commands.skips import Skips
+from blockdraft.commands.stops import StopRequested, Stops
+from blockdraft.commands.tracking import MetricsFile, Tracker, open_trackers
 from blockdraft.config import RunConfig
-from blockdraft.decoding.replay import replay
+from blockdraft.data.position import position_at
 from blockdraft.models.target import choose_dtype
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, join_world, this_node
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
-from blockdraft.runtime.reports import Evaluated, SetAcceptance, StepDone, WarmedUp
+from blockdraft.runtime.reports import Evaluated, MicroBatches, Report, WarmedUp
+from blockdraft.runtime.saver import Saver
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.workers import WorkerError
-from blockdraft.training.checkpoint import (
-    check_data,
-    check_resumable,
-    check_shape,
-    read_state,
-    resume_into,
-    save_checkpoint,
-)
+from blockdraft.training.checkpoint import check_shape, read_state, resume_into
+from blockdraft.training.resuming import check_data, check_resumable, describe_changes
 from blockdraft.training.step import DrafterStep
 
 POLL_SECONDS = 0.05
+LAST_SAVE_SECONDS = 120.0
+"""Longest wait, after an error, for a checkpoint that is being written."""
 
 
 class Control:
@@ -52,6 +49,7 @@ class Control:
         delay: Delay = no_delay,
         line_seconds: float = LINE_SECONDS,
         diagnostics: Diagnostics = NONE,
+        stops: Stops | None = None,
     ) -> None:
         """`line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step."""
         self.line_seconds = line_seconds
@@ -60,8 +58,8 @@ class Control:
         # One node speaks, writes and evaluates for all.
         self.is_first_node = this_node() == 0
         self.say = say if self.is_first_node else _say_nothing
-        self._interrupts = 0
-        self._saved_step = -1
+        self.stops = Stops() if stops is None else stops
+        self.pipeline: Pipeline | None = None
 
     def run(self) -> int:
         """Builds everything, trains, and returns the exit code.
@@ -69,13 +67,16 @@ class Control:
         Raises:
             ConfigError: something the user can mend.
             WorkerError, Stalled, NodeLost: a worker died, nothing moved, or another node is gone.
+            NonFinite: too many steps had gradients that are not finite.
+            StopRequested: a stop was asked for before the first step.
         """
         config = self.config = resolve_dtypes(self.config)
         has_kernels = any(not name.startswith("cpu") for name in (*config.runtime.targets, *config.runtime.drafters))
         protection = Protection(self.say) if has_kernels else None
         self.world = join_world()
         try:
-            done = self._run(config, protection)
+            with self.stops.listen():
+                done = self._run(config, protection)
             self.world.part()
             return done
         except BaseException as error:
@@ -91,63 +92,130 @@ class Control:
         self.built: Built = build(config, self.say, node=world.node, num_nodes=world.num_nodes)
         if world.num_nodes > 1:
             self.say(f"{world.num_nodes} nodes with {len(self.built.steps)} drafters each")
-        first_step = 0
-        if config.resume:
-            directory = Path(config.resume)
-            check_resumable(directory, config)
-            check_data(directory, self.built.fingerprint)
-            check_shape(directory, self.built.steps[0].drafter.shape)
-            first_step = int(read_state(directory)["steps_done"])
-            self.say(f"resuming from {directory}: {first_step} steps done")
+        first_step, num_skipped = self._read_resumed(config)
         check_agreement(world, config, self.built.fingerprint, first_step)
-        if first_step >= self.built.total_steps:
-            self.say(f"all {self.built.total_steps} steps are done already")
-            return 0
-        self._saved_step = first_step if config.resume else -1
         # Trackers first: one that is not installed must leave no sign of a run behind.
+        trackers = []
         if self.is_first_node:
+            check_directory(
+                self.run_dir, config, contents_at(config, self.built, 0), self.built.total_steps - first_step
+            )
             trackers = open_trackers(config.trackers, self.run_dir, dataclasses.asdict(config))
+        if first_step >= self.built.total_steps:
+            return self._evaluate_what_is_done(trackers)
+        loader = self.built.loader
+        ranks = [loader.config.first_drafter + index for index in range(len(self.built.steps))]
+        most = config.optim.max_skipped
+        self.skips = Skips(loader, self.run_dir, most, self.say, so_far=num_skipped, drafters=ranks)
+        if self.is_first_node:
             claim(self.run_dir, config)
             write_environment(self.run_dir, self.built)
-            self.recorder = Recorder(
-                config,
-                self.say,
-                total_steps=self.built.total_steps,
-                first_step=first_step,
-                tokens_before=self.built.loader.tokens_before(first_step),
-                trackers=trackers,
-                metrics=MetricsFile(self.run_dir / "metrics.jsonl", first_step),
-                line_seconds=self.line_seconds,
-            )
-        self.pipeline = Pipeline(
-            config.runtime,
+            self.recorder = self._recorder(trackers, first_step)
+        pipeline = self.pipeline = self._make_pipeline(first_step)
+        if self.is_first_node:
+            self._make_boundary(pipeline, first_step)
+        self.stops.check()
+        # From here on there is something to finish; the watch asks the pipeline for it.
+        self.stops.ask = _nothing
+        try:
+            return self._watch(pipeline)
+        finally:
+            if self.is_first_node:
+                self.recorder.close()
+
+    def _read_resumed(self, config: RunConfig) -> tuple[int, int]:
+        """Steps done and steps skipped before this start."""
+        if not config.resume:
+            return 0, 0
+        directory = Path(config.resume)
+        check_resumable(directory, config)
+        state = read_state(directory)
+        first_step = int(state["steps_done"])
+        check_data(directory, self.built.fingerprint, position_at(self.built.loader.config, first_step))
+        check_shape(directory, self.built.steps[0].drafter.shape)
+        self.say(f"resuming from {directory}: {first_step} steps done")
+        for line in describe_changes(directory, self.built.total_steps):
+            self.say(line)
+        return first_step, int(state["skipped_steps"])
+
+    def _recorder(self, trackers: list[Tracker], first_step: int) -> Recorder:
+        return Recorder(
+            self.config,
+            self.say,
+            total_steps=self.built.total_steps,
+            first_step=first_step,
+            tokens_before=self.built.loader.tokens_before(first_step),
+            trackers=trackers,
+            metrics=MetricsFile(self.run_dir / "metrics.jsonl", first_step),
+            line_seconds=self.line_seconds,
+        )
+
+    def _evaluate_what_is_done(self, trackers: list[Tracker]) -> int:
+        """Nothing to train; the last evaluation may be missing, if the run was killed before it."""
+        total, step = self.built.total_steps, self.built.steps[0]
+        if self.is_first_node and self.built.tapes:
+            recorder = self._recorder(trackers, total)
+            if not recorder.metrics.is_evaluated:
+                resume_into(Path(self.config.resume), step.drafter, step.optimizer)
+                recorder.evaluation(evaluate(self.built, total, _nothing))
+            recorder.close()
+        self.say(f"all {total} steps are done already")
+        return 0
+
+    def _make_pipeline(self, first_step: int) -> Pipeline:
+        return Pipeline(
+            self.config.runtime,
             self.built.loader,
             self.built.targets,
             self.built.steps,
             first_step=first_step,
             total_steps=self.built.total_steps,
             at_boundary=self._at_boundary,
-            restore=self._restore if config.resume else None,
+            restore=self._after_warm_up,
             cpu_threads=self._cpu_threads(),
-            world=world if self.built.loader.config.num_drafters > 1 else None,
+            world=self.world if self.built.loader.config.num_drafters > 1 else None,
             sum_seconds=SUM_SECONDS,
             when_warm=self._when_warm,
             delay=self.delay,
             diagnostics=self.diagnostics,
         )
-        previous = signal.signal(signal.SIGINT, self._interrupted) if _in_main_thread() else None
-        terminate = signal.signal(signal.SIGTERM, self._interrupted) if _in_main_thread() else None
-        try:
-            return self._watch()
-        finally:
-            if _in_main_thread():
-                signal.signal(signal.SIGINT, previous)
-                signal.signal(signal.SIGTERM, terminate)
-            if self.is_first_node:
-                self.recorder.close()
 
-    def _restore(self, step: DrafterStep) -> None:
-        resume_into(Path(self.config.resume), step.drafter, step.optimizer)
+    def _make_boundary(self, pipeline: Pipeline, first_step: int) -> None:
+        self.saver = Saver(
+            self.run_dir / "checkpoints",
+            self.config.keep_last,
+            contents_at=lambda steps_done: contents_at(self.config, self.built, steps_done),
+            fail=pipeline.crew.fail,
+            tick=pipeline.watchdog.beat,
+            check=pipeline.channel.check,
+            await_metrics=self.recorder.metrics.await_step,
+            say=self.say,
+        )
+        self.built.steps[0].before_update = self.saver.before_update
+        self.boundary = Boundary(
+            self.config,
+            self.built,
+            self.saver,
+            first_step=first_step,
+            is_evaluated=self.recorder.metrics.is_evaluated,
+            # In line with the steps, so that the order of metrics.jsonl never depends on timing.
+            tell=pipeline.reports.put,
+            tick=pipeline.watchdog.beat,
+        )
+
+    # In the drafters' threads
+
+    def _after_warm_up(self, step: DrafterStep) -> None:
+        if self.config.resume:
+            resume_into(Path(self.config.resume), step.drafter, step.optimizer)
+        if self.is_first_node and step is self.built.steps[0]:
+            self.saver.prepare()
+
+    def _at_boundary(self, steps_done: int) -> None:
+        assert self.pipeline is not None
+        self.boundary.pass_over(steps_done, ends_here=steps_done == self.pipeline.last_step + 1)
+
+    # In the main thread
 
     def _when_warm(self) -> None:
         if self.protection is not None:
@@ -161,36 +229,75 @@ class Control:
             return None
         return max(1, torch.get_num_threads() // busy)
 
-    def _watch(self) -> int:
-        pipeline = self.pipeline
+    def _watch(self, pipeline: Pipeline) -> int:
         for line in pipeline.describe_links():
             self.say(line)
         pipeline.start()
         said = False
         try:
             while pipeline.is_running() and pipeline.crew.first_error is None:
-                self._drain(POLL_SECONDS)
-                if self._interrupts and not said:
+                self._drain(pipeline, POLL_SECONDS)
+                if self.stops.count and not said:
+                    if not pipeline.has_begun:
+                        raise StopRequested
                     said = True
+                    pipeline.ask_to_stop()
                     self.say("stopping: this step is finished and saved first; once more to stop at once")
                 pipeline.watchdog.check()
                 self.world.beat()
             if pipeline.crew.first_error is not None:
                 pipeline.abort_sums()
             pipeline.crew.join()
+            self._drain(pipeline, 0.0)
+            self._finish_saving(pipeline)
         except BaseException as error:
-            pipeline.abort_sums()
-            pipeline.crew.fail(f"control stopped the run: {error!r}")
-            if not isinstance(error, WorkerError):
-                # The error is control's own: every thread ends before it is shown. Not so after a second Ctrl-C.
-                pipeline.crew.wait(1.0 if isinstance(error, KeyboardInterrupt) else 10.0)
-            elif NodeLost.__name__ in str(error):
+            self._clean_up(pipeline, error)
+            if isinstance(error, WorkerError) and NodeLost.__name__ in str(error):
                 reason = self.world.reason(2.0)
                 raise WorkerError(f"{error}\n{reason}" if reason else str(error)) from error
             raise
-        self._drain(0.0)
+        self._say_end(pipeline)
+        return 0
+
+    def _finish_saving(self, pipeline: Pipeline) -> None:
+        """Waits for the writer: a run is over when its last checkpoint is on disk."""
+        if not self.is_first_node:
+            return
+
+        def while_waiting() -> None:
+            pipeline.watchdog.check()
+            self.world.beat()
+
+        self.saver.finish(while_waiting)
+        if self.saver.error:
+            raise WorkerError(self.saver.error)
+
+    def _clean_up(self, pipeline: Pipeline, error: BaseException) -> None:
+        """After an error every thread ends before it is shown, and a checkpoint being written is finished."""
+        pipeline.abort_sums()
+        pipeline.crew.fail(f"control stopped the run: {error!r}")
+        # Somebody who wants to leave at once does not wait.
+        is_hurried = isinstance(error, KeyboardInterrupt | StopRequested)
+        if not isinstance(error, WorkerError):
+            pipeline.crew.wait(1.0 if is_hurried else 10.0)
+        if not self.is_first_node:
+            return
+        try:
+            if isinstance(error, WorkerError):
+                # Metrics of steps that are done: a checkpoint may wait for them.
+                self._drain(pipeline, 0.0)
+        finally:
+            self.saver.abandon()
+            self.saver.finish(_nothing, 1.0 if is_hurried else LAST_SAVE_SECONDS)
+
+    def has_threads(self) -> bool:
+        """Whether a worker still runs, inside a call that nothing can interrupt."""
+        return self.pipeline is not None and self.pipeline.crew.is_alive()
+
+    def _say_end(self, pipeline: Pipeline) -> None:
         done = pipeline.last_step + 1
-        self._say_sides()
+        for line in (*pipeline.describe_sides(), *pipeline.memory.describe()):
+            self.say(line)
         if self.protection is not None:
             self.say(f"after warm-up: {self.protection.compilations()}")
         if done < self.built.total_steps:
@@ -199,70 +306,33 @@ class Control:
             )
         else:
             self.say(f"done: {done} steps, checkpoints in {self.run_dir / 'checkpoints'}")
-        return 0
-
-    def _interrupted(self, _signal: int, _frame: FrameType | None) -> None:
-        self._interrupts += 1
-        if self._interrupts > 1:
-            raise KeyboardInterrupt
-        # Nothing is printed here: a signal may arrive while the main thread is inside a write.
-        self.pipeline.ask_to_stop()
-
-    # In drafter 0's thread
-
-    def _at_boundary(self, steps_done: int) -> None:
-        """Saves and evaluates, when it is time, with everything this step changed in place."""
-        self.pipeline.watchdog.beat()
-        ends_here = steps_done == self.pipeline.last_step + 1
-        due = steps_done % self.config.eval.every == 0
-        # A resumed run's first boundary was evaluated and saved before it stopped.
-        is_new = steps_done > self._saved_step
-        save_due = steps_done % self.config.save_every == 0 and steps_done > 0
-        # Saved first: whoever stops a run may not wait for an evaluation.
-        if (save_due or ends_here) and is_new:
-            step = self.built.steps[0]
-            root, keep = self.run_dir / "checkpoints", self.config.keep_last
-            data = self.built.fingerprint
-            save_checkpoint(root, steps_done, step.drafter, step.optimizer, self.config, keep, data=data)
-            self._saved_step = steps_done
-            self.pipeline.watchdog.beat()
-        if self.built.tapes and (due or ends_here) and is_new:
-            self._evaluate(steps_done)
-
-    @torch.no_grad()
-    def _evaluate(self, steps_done: int) -> None:
-        started = time.monotonic()
-        step = self.built.steps[0]
-        sets = {}
-        for name, tapes in self.built.tapes.items():
-            found = replay(step.drafter, step.ends, tapes, progress=lambda _: self.pipeline.watchdog.beat())
-            sets[name] = SetAcceptance(found.acceptance_length, found.rounds)
-        # In line with the steps, so that the order of metrics.jsonl never depends on timing.
-        self.pipeline.reports.put(Evaluated(steps_done, sets, time.monotonic() - started))
 
     # Reports of the workers, in the main thread
 
-    def _drain(self, seconds: float) -> None:
+    def _drain(self, pipeline: Pipeline, seconds: float) -> None:
         """Handles what the workers have reported, waiting for at most `seconds`."""
+        reports = pipeline.reports
         try:
-            self._handle(self.pipeline.reports.get(timeout=seconds) if seconds else self.pipeline.reports.get_nowait())
+            self._handle(pipeline, reports.get(timeout=seconds) if seconds else reports.get_nowait())
             while True:
-                self._handle(self.pipeline.reports.get_nowait())
+                self._handle(pipeline, reports.get_nowait())
         except queue.Empty:
             pass
 
-    def _handle(self, item: StepDone | WarmedUp | Evaluated) -> None:
-        self.pipeline.watchdog.beat()
+    def _handle(self, pipeline: Pipeline, item: Report) -> None:
+        pipeline.watchdog.beat()
         if isinstance(item, WarmedUp):
             self.say(f"warm-up: {item.worker}, {item.what}, {item.seconds:.1f} s")
         elif isinstance(item, Evaluated):
             self.recorder.evaluation(item)
-        elif self.is_first_node:
-            self.recorder.step(item, self.pipeline)
-
-    def _say_sides(self) -> None:
-        for line in (*self.pipeline.describe_sides(), *self.pipeline.memory.describe()):
-            self.say(line)
+        elif isinstance(item, MicroBatches):
+            self.skips.measured(item)
+        else:
+            sums, grad_norm = item.read(self.config.drafter.block_size - 1)
+            self.skips.step(item, grad_norm)
+            if self.is_first_node:
+                self.recorder.step(item, sums, grad_norm, self.skips.count, pipeline)
+        self.skips.end_if_due()
 
 
 def _say_nothing(_line: str) -> None:
@@ -280,7 +350,5 @@ def resolve_dtypes(config: RunConfig) -> RunConfig:
     )
 
 
-def _in_main_thread() -> bool:
-    import threading
-
-    return threading.current_thread() is threading.main_thread()
+def _nothing() -> None:
+    """Nothing to do."""

@@ -8,7 +8,7 @@ from blockdraft.commands.tracking import MetricsFile, Tracker
 from blockdraft.config import RunConfig
 from blockdraft.runtime.pipeline import Pipeline
 from blockdraft.runtime.reports import Evaluated, StepDone
-from blockdraft.training.metrics import StepReport, report
+from blockdraft.training.metrics import StepReport, StepSums, report
 
 LINE_SECONDS = 1.0
 
@@ -35,9 +35,8 @@ class Recorder:
         self._tokens_before = tokens_before
         self._line_time, self._line_tokens, self._line_step = time.monotonic(), tokens_before, first_step
 
-    def step(self, item: StepDone, pipeline: Pipeline) -> None:
-        """One step of all drafters together."""
-        sums, grad_norm = item.read(self.config.drafter.block_size - 1)
+    def step(self, item: StepDone, sums: StepSums, grad_norm: float, num_skipped: int, pipeline: Pipeline) -> None:
+        """One step of all drafters together; `num_skipped` so far, this one included."""
         found, steps_done = report(sums), item.step + 1
         self.reports.append(found)
         values: dict[str, Any] = {
@@ -48,6 +47,7 @@ class Recorder:
             "grad_norm": grad_norm,
             "lr": self.config.optim.lr * item.lr_scale,
             "blocks": found.blocks,
+            "skipped_steps": num_skipped,
         }
         for tracker in self.trackers:
             tracker.log(steps_done, values)
@@ -60,7 +60,8 @@ class Recorder:
         self.metrics.write(line)
         is_due = time.monotonic() - self._line_time >= self.line_seconds
         if is_due or steps_done == self.total_steps:
-            self.say(self._console_line(steps_done, found, values["lr"], tokens, pipeline))
+            skipped = f" | skipped {num_skipped}" if num_skipped else ""
+            self.say(self._console_line(steps_done, found, values["lr"], tokens, pipeline) + skipped)
 
     def _console_line(self, steps_done: int, found: StepReport, lr: float, tokens: int, pipeline: Pipeline) -> str:
         now = time.monotonic()

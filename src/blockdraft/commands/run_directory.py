@@ -10,7 +10,33 @@ import torch
 import transformers
 
 from blockdraft.commands.build import Built
-from blockdraft.config import RunConfig, to_json
+from blockdraft.config import ConfigError, RunConfig, to_json
+from blockdraft.training.checkpoint import SPARE_BYTES, Contents, check_space
+
+
+def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_left: int) -> None:
+    """Refuses a directory that cannot be written, or a disk without room for the checkpoints of the run.
+
+    Raises:
+        ConfigError: with what is needed and what is there.
+    """
+    there = run_dir
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run_dir {run_dir}: expected a directory that can be written, {there} is none; choose another --run-dir"
+        )
+    # Moments of a new run are not there yet; no optimizer has more than two for each weight.
+    masters = sum(tensor.numel() for name, tensor in contents.moments.items() if name.startswith("master."))
+    one = (
+        sum(tensor.numel() * tensor.element_size() for tensor in contents.weights.values()) + 12 * masters + SPARE_BYTES
+    )
+    # The newest ones, the best, and the one being written.
+    copies = min(-(-steps_left // config.save_every), config.keep_last + 2)
+    root = run_dir / "checkpoints"
+    there_already = sum(file.stat().st_size for file in root.rglob("*") if file.is_file()) if root.exists() else 0
+    check_space(root, copies * one - there_already, f"a run that keeps {copies} checkpoints at a time")
 
 
 def claim(run_dir: Path, config: RunConfig) -> None:

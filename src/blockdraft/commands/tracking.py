@@ -3,7 +3,9 @@
 import importlib
 import json
 import math
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,16 +28,18 @@ class MetricsFile:
     """metrics.jsonl: one object a line, flushed as it is written; a resumed run drops the lines it will write again."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        kept = []
+        kept: list[dict[str, Any]] = []
         if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                if line.strip() and _is_before(line, first_step):
-                    kept.append(line + "\n")
+            lines = (_read(line) for line in path.read_text(encoding="utf-8").splitlines())
+            kept = [line for line in lines if line is not None and line["step"] <= first_step]
+        self.is_evaluated = any(line["step"] == first_step and "eval_seconds" in line for line in kept)
+        """Whether the evaluation after `first_step` is there: a run can end between a save and its evaluation."""
         # Renamed over the old file, so that a crash here loses nothing.
         side = path.with_name(path.name + ".writing")
-        side.write_text("".join(kept), encoding="utf-8")
+        side.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         side.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        self._moved, self._last_step = threading.Condition(), first_step
 
     def write(self, values: dict[str, Any]) -> None:
         """Appends one line; JSON has no number for what is not finite, so that is null."""
@@ -43,20 +47,34 @@ class MetricsFile:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        with self._moved:
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+            self._last_step = max(self._last_step, int(values["step"]))
+            self._moved.notify_all()
+
+    def await_step(self, step: int, is_over: Callable[[], bool]) -> bool:
+        """Whether the line of this step is on disk; waits for it unless no more lines come. From another thread."""
+        with self._moved:
+            while self._last_step < step:
+                if is_over():
+                    return False
+                self._moved.wait(0.05)
+            os.fsync(self._file.fileno())
+        return True
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
 
-def _is_before(line: str, first_step: int) -> bool:
+def _read(line: str) -> dict[str, Any] | None:
     try:
-        return int(json.loads(line)["step"]) <= first_step
+        values: dict[str, Any] = json.loads(line)
+        return values if isinstance(values["step"], int) else None
     except (json.JSONDecodeError, KeyError, TypeError):
         # The half line of a killed run.
-        return False
+        return None
 
 
 class _Tensorboard:

@@ -3,12 +3,14 @@
 Writes a run directory: config.json (resolved), environment.json, metrics.jsonl, checkpoints/step_XXXXXXXX/.
 """
 
+import os
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockdraft.commands.stops import EARLY_STOP, EXIT_INTERRUPTED, Stops
 from blockdraft.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
@@ -27,9 +29,15 @@ class Options:
     """Diagnostic: let one target at a time run its forward."""
 
 
-def run(config: RunConfig, options: Options) -> int:
-    """Runs it; 0 when the last step is done or a stop was asked for, 1 when a worker died."""
+def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
+    """Runs it; 0 when the last step is done or a stop was asked for, 1 when a worker died.
+
+    Raises:
+        StopRequested: a stop was asked for before the first step.
+    """
     from blockdraft.commands.control import Control
+    from blockdraft.commands.skips import NonFinite
+    from blockdraft.commands.stops import StopRequested
     from blockdraft.runtime.diagnostics import Diagnostics
     from blockdraft.runtime.distributed import NodeLost, this_node
     from blockdraft.runtime.workers import Stalled, WorkerError
@@ -39,13 +47,19 @@ def run(config: RunConfig, options: Options) -> int:
         _check_run_dir(run_dir, config, options)
     config = _find_resume(config, run_dir)
     diagnostics = Diagnostics(poison=options.poison, serial_targets=options.serial_targets)
-    control = Control(config, run_dir, _say, diagnostics=diagnostics)
+    control = Control(config, run_dir, _say, diagnostics=diagnostics, stops=stops)
     try:
         return control.run()
-    except (WorkerError, Stalled, NodeLost) as error:
+    except (WorkerError, Stalled, NodeLost, NonFinite) as error:
         sys.stderr.write(f"error: {error}\n")
         _say_last_checkpoint(control)
         return 1
+    except (StopRequested, KeyboardInterrupt) as stop:
+        if control.has_threads():
+            # A worker is inside a compilation or a load; the interpreter would crash or wait in taking it down.
+            _say(EARLY_STOP if isinstance(stop, StopRequested) else "interrupted")
+            os._exit(0 if isinstance(stop, StopRequested) else EXIT_INTERRUPTED)
+        raise
 
 
 def _say_last_checkpoint(control: "Control") -> None:
@@ -57,12 +71,21 @@ def _say_last_checkpoint(control: "Control") -> None:
 
 
 def _find_resume(config: RunConfig, run_dir: Path) -> RunConfig:
-    if config.resume != "auto":
-        return config
-    from blockdraft.training.checkpoint import list_checkpoints
+    """The config with the directory to resume from, whole by its checksums.
 
-    found = list_checkpoints(run_dir / "checkpoints")
-    return replace(config, resume=str(found[-1]) if found else "")
+    Raises:
+        ConfigError: the checkpoint named is damaged or of another version.
+    """
+    from blockdraft.runtime.distributed import this_node
+    from blockdraft.training.checkpoint import verify
+    from blockdraft.training.resuming import find_newest
+
+    if config.resume == "auto":
+        found = find_newest(run_dir / "checkpoints", _say, set_aside=this_node() == 0)
+        return replace(config, resume="" if found is None else str(found))
+    if config.resume and (Path(config.resume) / "config.json").is_file():
+        verify(Path(config.resume))
+    return config
 
 
 def _check_run_dir(run_dir: Path, config: RunConfig, options: Options) -> None:

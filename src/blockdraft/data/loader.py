@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     # Only its type: whoever brings documents of another kind need not install `datasets`.
     from blockdraft.data.store import Store
 
-_ORDER, _ANCHORS = 0, 1
+ORDER, ANCHORS = 0, 1
 
 
 class TargetBatch(NamedTuple):
@@ -170,7 +170,7 @@ class Loader:
             row_length=config.row_length,
             sort_window=config.sort_window,
             target_tokens=config.target_tokens,
-            generator=np.random.default_rng([config.seed, _ORDER, epoch]),
+            generator=np.random.default_rng([config.seed, ORDER, epoch]),
         )
 
     def _plans(self) -> Iterator[tuple[int, FillPlan]]:
@@ -180,7 +180,7 @@ class Loader:
                 yield from ((-1, plan) for plan in self._epoch(epoch))
         first = list(self._epoch(0))
         for epoch in itertools.count():
-            order = np.random.default_rng([self.config.seed, _ORDER, epoch]).permutation(len(first))
+            order = np.random.default_rng([self.config.seed, ORDER, epoch]).permutation(len(first))
             yield from ((int(chosen), first[chosen]) for chosen in order)
 
     def fills(self, first_step: int, total_steps: int) -> Iterator[Fill]:
@@ -218,6 +218,11 @@ class Loader:
         if self.config.keep_features:
             fills = min(fills, self.counts.fills)
         return shapes_of([plan for _, plan in itertools.islice(self._plans(), fills)])
+
+    def placed(self, number: int) -> list[Placed]:
+        """The documents of a fill, by their index in the store, with their places."""
+        _, plan = next(itertools.islice(self._plans(), number, None))
+        return [one._replace(document=int(self.documents[one.document])) for one in plan.placed]
 
     def tokens_before(self, first_step: int) -> int:
         """Document tokens that all drafters together have trained on before `first_step`."""
@@ -264,7 +269,7 @@ class Loader:
         steps = self._steps_of(number)
         local = number // config.num_drafters * config.reuse
         passes = tuple(
-            self._pass(rows, step, local + i, np.random.default_rng([config.seed, _ANCHORS, number, i]))
+            self._pass(rows, step, local + i, np.random.default_rng([config.seed, ANCHORS, number, i]))
             for i, step in enumerate(steps)
             if first_step <= step < total_steps
         )

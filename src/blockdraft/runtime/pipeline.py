@@ -20,7 +20,7 @@ from blockdraft.runtime.clocks import BOUNDARY, BUSY, OTHERS
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
 from blockdraft.runtime.memory import MemoryWatch
-from blockdraft.runtime.reports import Evaluated, StepDone, WarmedUp, report_step
+from blockdraft.runtime.reports import Report, WarmedUp, report_micro_batches, report_step
 from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, step_of
 from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, Lane, Record
@@ -92,7 +92,7 @@ class Pipeline:
         )
         self.crew = Crew(self.channel)
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
-        self.reports: queue.SimpleQueue[StepDone | WarmedUp | Evaluated] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._compile_lock = threading.Lock()
         self._warm = threading.Semaphore(0)
         self._go = threading.Event()
@@ -142,6 +142,11 @@ class Pipeline:
             self._go.set()
         self.record.read_devices()
         return self.crew.is_alive()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the steady state has begun."""
+        return self._go.is_set()
 
     def ask_to_stop(self) -> None:
         """Lets every drafter, of all nodes, finish the step it is in, and end there."""
@@ -332,6 +337,8 @@ class Pipeline:
 
     def _finish(self, worker: Worker, index: int, one: MicroBatch) -> None:
         sums = self.steps[index].finish(one.step)
+        rank = self.loader.config.first_drafter + index
+        self.reports.put(report_micro_batches(one.step, rank, self.steps[index]))
         if index == 0:
             self._tokens += one.step_tokens
             self.reports.put(report_step(one.step, sums, self.steps[index], self._tokens))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockdraft.training.health import Health
 from blockdraft.training.metrics import StepSums, flatten_sums, unflatten_sums
 from blockdraft.training.step import DrafterStep
 
@@ -24,6 +25,22 @@ class StepDone(NamedTuple):
         if self.ready is not None:
             self.ready.synchronize()
         return unflatten_sums(self.flat[:-1], num_slots), float(self.flat[-1])
+
+
+class MicroBatches(NamedTuple):
+    """What one drafter measured of each micro-batch of a step; `flat` is on the host once `ready` has happened."""
+
+    step: int
+    drafter: int
+    """Rank among the drafters of all nodes."""
+    flat: Tensor
+    ready: torch.cuda.Event | None
+
+    def read(self) -> list[Health]:
+        """In the order in which it trained on them."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return [Health(*values) for values in self.flat.tolist()]
 
 
 class SetAcceptance(NamedTuple):
@@ -49,15 +66,26 @@ class WarmedUp(NamedTuple):
     seconds: float
 
 
+Report = StepDone | MicroBatches | WarmedUp | Evaluated
+
+
 def report_step(step_number: int, sums: StepSums, step: DrafterStep, tokens: int) -> StepDone:
     """The counts of a step that this drafter has just finished, on their way to the host."""
     flat = torch.cat([flatten_sums(sums), step.grad_norm.reshape(-1).float()])
-    scale = step.last_scale
+    return StepDone(step_number, *_sent(flat), step.last_scale, tokens)
+
+
+def report_micro_batches(step_number: int, drafter: int, step: DrafterStep) -> MicroBatches:
+    """What this drafter measured in the step that it has just finished, on its way to the host."""
+    return MicroBatches(step_number, drafter, *_sent(step.health))
+
+
+def _sent(flat: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     if flat.device.type != "cuda":
-        return StepDone(step_number, flat, None, scale, tokens)
+        return flat, None
     # Copied behind the step without waiting for it: control waits instead, so the worker never syncs.
     host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
     host.copy_(flat, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
-    return StepDone(step_number, host, ready, scale, tokens)
+    return host, ready

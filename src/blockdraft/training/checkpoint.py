@@ -1,90 +1,254 @@
-"""Checkpoints: safetensors and JSON, written to the side and renamed.
+"""Checkpoints: safetensors and JSON, written to the side, synced and renamed.
 
 step_XXXXXXXX/ holds drafter.safetensors (weights as computed with), optimizer.safetensors (masters, moments),
-state.json (steps done, shape) and config.json (the resolved run). Anchors and data order are keyed by number, so the
-step is all that the loader's position needs.
+config.json (the resolved run) and state.json: steps done, place in the data, versions, and a checksum of every file.
+best.json beside them names the one with the best held-out acceptance, which is kept besides the newest ones.
 """
 
 import dataclasses
+import hashlib
 import json
-import os
+import platform
 import shutil
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from os import O_RDONLY, close, fsync
+from os import open as open_descriptor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
-from blockdraft.config import ConfigError, RunConfig, read_config, to_json
+from blockdraft.config import ConfigError, RunConfig, to_json
 from blockdraft.models.drafter import Drafter, DrafterShape
 from blockdraft.training.optim import MasterOptimizer
+from blockdraft.training.tensor_file import no_tick, sum_file, write_tensors, write_text
 
-FORMAT = 1
+FORMAT = 2
+STATE, CONFIG = "state.json", "config.json"
+DRAFTER, OPTIMIZER = "drafter.safetensors", "optimizer.safetensors"
+BEST = "best.json"
+SPARE_BYTES = 2**20
+"""Room for the small files of a checkpoint."""
 
 
-def checkpoint_name(step: int) -> str:
-    """Directory of the checkpoint after `step` optimizer steps."""
-    return f"step_{step:08d}"
+class Damaged(ConfigError):
+    """A checkpoint that is not what was written."""
 
 
-def save_checkpoint(
-    root: Path,
+class Contents(NamedTuple):
+    """What one checkpoint holds; its tensors may lie on any device until it is written."""
+
+    steps_done: int
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    """Masters too, under the optimizer's flat names."""
+    skipped: Tensor
+    """Steps skipped so far."""
+    state: dict[str, Any]
+    """The rest of state.json but checksums."""
+    config: RunConfig
+
+    def num_bytes(self) -> int:
+        """What its files need."""
+        tensors = (*self.weights.values(), *self.moments.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SPARE_BYTES
+
+
+class Best(NamedTuple):
+    """The checkpoint with the best held-out acceptance so far."""
+
+    steps_done: int
+    acceptance_length: float
+    """Mean over the evaluation sets."""
+
+
+def checkpoint_name(steps_done: int) -> str:
+    """Directory of the checkpoint after so many optimizer steps."""
+    return f"step_{steps_done:08d}"
+
+
+def contents_of(
     steps_done: int,
     drafter: Drafter,
     optimizer: MasterOptimizer,
     config: RunConfig,
-    keep_last: int,
     *,
     data: str = "",
-) -> Path:
-    """Writes one checkpoint and removes all but the newest `keep_last`; returns its directory.
+    position: Mapping[str, int] | None = None,
+    total_steps: int = 0,
+) -> Contents:
+    """A checkpoint of what these hold now; nothing is copied.
 
-    `data` is a fingerprint of the documents trained on, compared on resuming.
-
-    Checkpoints of later steps go too: they are of a run that this one left behind by resuming from an earlier step.
+    `data`: fingerprint of the documents; `position`: place in the data and its random draws. Both are compared on
+    resuming. `total_steps`: what the schedule was made for.
     """
-    final = root / checkpoint_name(steps_done)
-    side = root / f".{final.name}.partial"
-    shutil.rmtree(side, ignore_errors=True)
-    side.mkdir(parents=True)
-    weights = {name: weight.detach().to("cpu").contiguous() for name, weight in drafter.state_dict().items()}
-    save_file(weights, side / "drafter.safetensors")
-    moments = {name: value.detach().to("cpu").contiguous() for name, value in optimizer.state_tensors().items()}
-    save_file(moments, side / "optimizer.safetensors")
     state = {
         "format": FORMAT,
         "steps_done": steps_done,
+        "total_steps": total_steps,
         "data": data,
+        "position": dict(position or {}),
         "optimizer": optimizer.config.optimizer,
-        "skipped_steps": int(optimizer.skipped),
         "shape": dataclasses.asdict(drafter.shape),
+        "versions": versions(),
     }
-    (side / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-    (side / "config.json").write_text(to_json(config), encoding="utf-8")
-    for file in side.iterdir():
-        _sync(file)
+    weights = {name: weight.detach() for name, weight in drafter.state_dict().items()}
+    return Contents(steps_done, weights, optimizer.state_tensors(), optimizer.skipped, state, config)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers of a run."""
+    try:
+        own = metadata.version("blockdraft")
+    except metadata.PackageNotFoundError:
+        own = "source"
+    return {
+        "blockdraft": own,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "safetensors": safetensors.__version__,
+    }
+
+
+def write_checkpoint(
+    root: Path,
+    contents: Contents,
+    keep_last: int,
+    *,
+    tick: Callable[[], None] = no_tick,
+    before_rename: Callable[[], None] = no_tick,
+) -> Path:
+    """Writes one checkpoint of host tensors and removes old ones; returns its directory.
+
+    `tick` is called as data are written, `before_rename` when everything is on disk but the name.
+
+    Checkpoints of later steps go too: they are of a run that this one left behind by resuming from an earlier step.
+
+    Raises:
+        ConfigError: not enough disk space; nothing was written.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / checkpoint_name(contents.steps_done)
+    remove_torn(root)
+    check_space(root, contents.num_bytes(), f"the checkpoint of step {contents.steps_done}")
+    side = root / f".{final.name}.partial"
+    side.mkdir()
+    try:
+        _fill(side, contents, tick)
+        before_rename()
+    except BaseException:
+        shutil.rmtree(side, ignore_errors=True)
+        raise
+    old = root / f".{final.name}.old"
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(old)
     side.rename(final)
-    _sync(root)
-    found = list_checkpoints(root)
-    own = found.index(final) + 1
-    for other in (*found[: max(0, own - keep_last)], *found[own:]):
-        shutil.rmtree(other)
+    sync_directory(root)
+    shutil.rmtree(old, ignore_errors=True)
+    _remove_old(root, keep_last, newest=contents.steps_done)
     return final
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _fill(side: Path, contents: Contents, tick: Callable[[], None]) -> None:
+    config = to_json(contents.config)
+    files = {
+        DRAFTER: write_tensors(side / DRAFTER, contents.weights, tick),
+        OPTIMIZER: write_tensors(side / OPTIMIZER, contents.moments, tick),
+        CONFIG: write_text(side / CONFIG, config),
+    }
+    state = contents.state | {
+        "skipped_steps": int(contents.skipped),
+        "files": {name: found._asdict() for name, found in files.items()},
+    }
+    write_text(side / STATE, json.dumps(state | {"sha256": _state_sum(state)}, indent=2) + "\n")
+    sync_directory(side)
+
+
+def _state_sum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until a directory's entries are on disk."""
+    descriptor = open_descriptor(path, O_RDONLY)
     try:
-        os.fsync(descriptor)
+        fsync(descriptor)
     finally:
-        os.close(descriptor)
+        close(descriptor)
+
+
+def remove_torn(root: Path) -> None:
+    """Removes what a killed run left half-written."""
+    for kind in ("partial", "old"):
+        for path in root.glob(f".step_????????.{kind}"):
+            shutil.rmtree(path)
+
+
+def check_space(path: Path, num_bytes: int, what: str) -> None:
+    """Refuses to begin what does not fit.
+
+    Raises:
+        ConfigError: with what is needed, what is free and what to do.
+    """
+    there = path
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < num_bytes:
+        raise ConfigError(
+            f"{path}: {what} needs {num_bytes / 2**30:.3f} GiB, {free / 2**30:.3f} GiB are free; free space there, "
+            "lower --keep-last, or take another --run-dir. What is there stays as it is"
+        )
+
+
+def _remove_old(root: Path, keep_last: int, newest: int | None = None) -> None:
+    found = list_checkpoints(root)
+    best = read_best(root)
+    if newest is not None and best is not None and best.steps_done > newest:
+        (root / BEST).unlink()
+        best = None
+    own = len(found) if newest is None else found.index(root / checkpoint_name(newest)) + 1
+    for other in (*found[: max(0, own - keep_last)], *found[own:]):
+        if best is None or other.name != checkpoint_name(best.steps_done):
+            shutil.rmtree(other)
+
+
+def read_best(root: Path) -> Best | None:
+    """What best.json says; None without one, or where its checkpoint is gone."""
+    path = root / BEST
+    if not path.is_file():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    best = Best(int(values["steps_done"]), float(values["acceptance_length"]))
+    return best if (root / checkpoint_name(best.steps_done)).is_dir() else None
+
+
+def record_best(root: Path, candidate: Best, keep_last: int) -> bool:
+    """Makes a checkpoint the best if it is there and better; the former best goes unless it is among the newest."""
+    best = read_best(root)
+    if not (root / checkpoint_name(candidate.steps_done)).is_dir():
+        return False
+    # Written so that an acceptance that is not a number never wins.
+    if not candidate.acceptance_length > (best.acceptance_length if best is not None else 0.0):
+        return False
+    values = candidate._asdict() | {"checkpoint": checkpoint_name(candidate.steps_done)}
+    side = root / f".{BEST}.partial"
+    write_text(side, json.dumps(values, indent=2) + "\n")
+    side.rename(root / BEST)
+    sync_directory(root)
+    _remove_old(root, keep_last)
+    return True
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in root.glob("step_????????") if (path / "state.json").is_file())
+    """Checkpoints, oldest first; one may be damaged (`verify`)."""
+    return sorted(path for path in root.glob("step_????????") if path.is_dir())
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -93,7 +257,7 @@ def newest_checkpoint(path: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    if (path / "state.json").is_file():
+    if (path / STATE).is_file():
         return path
     found = list_checkpoints(path / "checkpoints")
     if not found:
@@ -105,22 +269,71 @@ def read_state(directory: Path) -> dict[str, Any]:
     """state.json of a checkpoint.
 
     Raises:
+        Damaged: missing, or not what was written.
         ConfigError: another format version.
     """
-    state: dict[str, Any] = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    try:
+        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{directory}/{STATE}: expected the JSON of a checkpoint, found: {error}") from error
+    if not isinstance(state, dict):
+        raise Damaged(f"{directory}/{STATE}: expected an object, found {type(state).__name__}")
+    expected = state.pop("sha256", None)
     if state.get("format") != FORMAT:
-        raise ConfigError(f"{directory}: expected checkpoint format {FORMAT}, found {state.get('format')}")
+        # Before the checksum: what another version sums up is its own affair.
+        writer = state.get("versions", {}).get("blockdraft", "an unknown version")
+        raise ConfigError(
+            f"{directory}: expected checkpoint format {FORMAT}, found {state.get('format')}, written by blockdraft "
+            f"{writer}; go on with that version, or start a new run in another --run-dir"
+        )
+    if expected != _state_sum(state):
+        raise Damaged(f"{directory}/{STATE}: expected checksum {expected}, found {_state_sum(state)}")
     return state
 
 
+def verify(directory: Path) -> dict[str, Any]:
+    """Reads every file of a checkpoint and compares it with its checksum; returns the state.
+
+    Raises:
+        Damaged: names the file.
+        ConfigError: another format version.
+    """
+    state = read_state(directory)
+    for name in state["files"]:
+        verify_file(directory, state, name)
+    return state
+
+
+def verify_file(directory: Path, state: dict[str, Any], name: str) -> None:
+    """Compares one file with its checksum.
+
+    Raises:
+        Damaged: it is missing or another.
+    """
+    path, expected = directory / name, state["files"][name]
+    try:
+        found = sum_file(path)._asdict()
+    except OSError as error:
+        raise Damaged(f"{path}: expected {expected['num_bytes']:,} bytes, found none: {error.strerror}") from error
+    for what in ("num_bytes", "sha256"):
+        if found[what] != expected[what]:
+            raise Damaged(f"{path}: expected {what} {expected[what]}, found {found[what]}; the file is damaged")
+
+
 def load_drafter(path: Path) -> Drafter:
-    """The drafter of a checkpoint or of a run's newest one, from its float32 masters, on the CPU."""
+    """The drafter of a checkpoint or of a run's newest one, from its float32 masters, on the CPU.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
     directory = newest_checkpoint(path)
-    values = read_state(directory)["shape"]
+    state = read_state(directory)
+    verify_file(directory, state, OPTIMIZER)
+    values = state["shape"]
     for key in ("target_layer_ids", "window_layers"):
         values[key] = tuple(values[key])
     drafter = Drafter(DrafterShape(**values)).float()
-    tensors = load_file(directory / "optimizer.safetensors")
+    tensors = load_file(directory / OPTIMIZER)
     masters = {name.removeprefix("master."): value for name, value in tensors.items() if name.startswith("master.")}
     drafter.load_state_dict(masters)
     return drafter
@@ -139,82 +352,21 @@ def check_shape(directory: Path, shape: DrafterShape) -> None:
 
 
 def resume_into(directory: Path, drafter: Drafter, optimizer: MasterOptimizer) -> int:
-    """Restores weights, masters and moments in place; returns the steps done.
+    """Restores weights, masters and moments in place; returns the steps done. `verify` comes before.
 
     Raises:
         ConfigError: the checkpoint's drafter has another shape.
     """
     state = read_state(directory)
     check_shape(directory, drafter.shape)
-    # Checkpoints from before this entry have none; check_resumable compares the configs.
-    found, expected = state.get("optimizer", optimizer.config.optimizer), optimizer.config.optimizer
+    found, expected = state["optimizer"], optimizer.config.optimizer
     if found != expected:
         raise ConfigError(
             f"{directory}: expected moments of optim.optimizer {expected}, found those of {found}; resume with "
             f"--optim.optimizer {found}, or start a new run"
         )
-    optimizer.load_state_tensors(load_file(directory / "optimizer.safetensors"))
-    drafter.load_state_dict(load_file(directory / "drafter.safetensors"))
+    optimizer.load_state_tensors(load_file(directory / OPTIMIZER))
+    drafter.load_state_dict(load_file(directory / DRAFTER))
     with torch.no_grad():
         optimizer.skipped.fill_(state["skipped_steps"])
     return int(state["steps_done"])
-
-
-def check_data(directory: Path, data: str) -> None:
-    """Refuses to go on with other documents than those the checkpoint was trained on.
-
-    Raises:
-        ConfigError: the fingerprints differ.
-    """
-    before = read_state(directory).get("data", "")
-    if before and before != data:
-        raise ConfigError(
-            f"{directory} was trained on other documents than data.train holds now ({before} there, {data} here); "
-            "prepare the same conversations again, or start a new run"
-        )
-
-
-RESUMABLE = (
-    "run_dir", "steps", "epochs", "save_every", "keep_last", "resume", "trackers", "runtime", "eval",
-)  # fmt: skip
-"""Fields that may differ between a checkpoint and the run that resumes it."""
-
-
-def check_resumable(directory: Path, config: RunConfig) -> None:
-    """Refuses to resume when a field that changes the model or the data order differs.
-
-    Raises:
-        ConfigError: no checkpoint, or names every such field with both values.
-    """
-    if not (directory / "state.json").is_file():
-        raise ConfigError(
-            f"resume: expected a checkpoint, RUN/checkpoints/step_XXXXXXXX, found none at {directory}; "
-            "--resume auto takes the newest of --run-dir"
-        )
-    before, now = dataclasses.asdict(read_config(directory / "config.json")), dataclasses.asdict(config)
-    for name in RESUMABLE:
-        if name == "runtime":
-            for side in (before, now):
-                runtime = side["runtime"]
-                side["runtime"] = {key: runtime[key] for key in ("reuse", "keep_features")}
-                if runtime["reuse"] > 1:
-                    # Which passes share a slot depends on how many drafters the slots are dealt to.
-                    side["runtime"]["number of drafters"] = len(runtime["drafters"])
-        else:
-            before.pop(name), now.pop(name)
-    wrong = [f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now, "")]
-    if wrong:
-        raise ConfigError(
-            f"{directory} cannot be resumed, these change the model or the data order: {'; '.join(wrong)}"
-        )
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str) -> list[tuple[str, Any, Any]]:
-    found: list[tuple[str, Any, Any]] = []
-    for name, old in before.items():
-        new = now.get(name, old)
-        if isinstance(old, dict):
-            found += _differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            found.append((prefix + name, old, new))
-    return found

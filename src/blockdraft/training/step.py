@@ -17,6 +17,7 @@ from blockdraft.models.drafter import Attend, Drafter, DrafterShape
 from blockdraft.models.ends import Ends
 from blockdraft.training.buckets import GradientBuckets, SumGradients
 from blockdraft.training.head_loss import choose_slot_loss
+from blockdraft.training.health import measure_health
 from blockdraft.training.loss import dpace_weights, slot_kl, target_choice, weighted_loss
 from blockdraft.training.metrics import StepSums, add_sums, flatten_sums, slot_sums, unflatten_sums, zero_sums
 from blockdraft.training.optim import MasterOptimizer, lr_scale
@@ -114,10 +115,15 @@ class DrafterStep:
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
         self.grad_norm = torch.zeros((), device=drafter.device)
-        self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Called with what `finish` is about to do; the runtime records how long it takes."""
         self.num_micro_batches = 0
         """Of the step that is under way."""
+        self.health = torch.zeros(0, 3, device=drafter.device)
+        """Of the last step's micro-batches, as training/health.py measures it."""
+        self._measured: list[Tensor] = []
+        self.before_update: Callable[[], None] = _nothing
+        """Called before weights, masters and moments change: a copy of them may still be under way."""
+        self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Called with what `finish` is about to do; the runtime records how long it takes."""
         self.last_scale = 0.0
         """Learning rate of the last step as a share of the peak."""
 
@@ -136,6 +142,7 @@ class DrafterStep:
         if self.loss_config.objective == "dpace":
             weight_RAS = dpace_weights(loss_RAS, weight_RAS > 0)
         loss = weighted_loss(loss_RAS, weight_RAS, denominator)
+        self._measured.append(measure_health(features_RTC, loss))
         loss.backward()
         self.num_micro_batches += 1
         self.sums = add_sums(self.sums, slot_sums(loss, correct_RAS, blocks.supervised_RAS))
@@ -178,6 +185,8 @@ class DrafterStep:
                 self.buckets.finish(flat)
             sums = unflatten_sums(flat, self.num_slots)
         self.last_scale = lr_scale(step, self.total_steps, self.optim_config)
+        self.health, self._measured = torch.stack(self._measured), []
+        self.before_update()
         with self.timed("update"):
             self.grad_norm = self.optimizer.step(self.last_scale)
         return sums
@@ -186,5 +195,10 @@ class DrafterStep:
         """The update at learning rate 0 after zero gradients, without a collective; leaves no trace in any counter."""
         self.optimizer.step(0.0)
         self.optimizer.reset_moments()
+        self._measured = []
         self.num_micro_batches = 0
         self.sums = zero_sums(self.num_slots, self.drafter.device)
+
+
+def _nothing() -> None:
+    """Nothing is under way."""

@@ -10,7 +10,7 @@ from blockdraft.cli import main
 from blockdraft.commands import export
 from blockdraft.config import ConfigError, RunConfig, TargetConfig
 from blockdraft.models.formats import load_export, save_export
-from blockdraft.training.checkpoint import save_checkpoint
+from blockdraft.training.checkpoint import contents_of, write_checkpoint
 from integration.tiny import tiny_drafter, tiny_target
 
 
@@ -103,7 +103,7 @@ def test_the_target_of_a_run_is_named(drafter, tmp_path):
 
     optimizer = MasterOptimizer(drafter, OptimConfig())
     config = RunConfig(target=TargetConfig(path="some/target"))
-    save_checkpoint(tmp_path / "run" / "checkpoints", 3, drafter, optimizer, config, 1)
+    write_checkpoint(tmp_path / "run" / "checkpoints", contents_of(3, drafter, optimizer, config), 1)
     options = export.Options(source=tmp_path / "run", output=tmp_path / "spec", format="speculators")
     assert export.find_verifier(options).name_or_path == "some/target"
     assert export.run(options) == 0

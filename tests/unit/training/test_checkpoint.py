@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ import torch
 from blockdraft.config import ConfigError, OptimConfig, RunConfig
 from blockdraft.training.checkpoint import (
     check_shape,
+    contents_of,
     list_checkpoints,
     load_drafter,
     newest_checkpoint,
     resume_into,
-    save_checkpoint,
+    write_checkpoint,
 )
 from blockdraft.training.optim import MasterOptimizer
 from integration.tiny import tiny_drafter, tiny_target
@@ -29,6 +31,11 @@ def trained(dtype: torch.dtype = torch.float32, seed: int = 0):
         sum((weight * weight).sum() for weight in drafter.parameters()).backward()
         optimizer.step(1.0)
     return drafter, optimizer
+
+
+def save_checkpoint(root: Path, step: int, drafter, optimizer, config: RunConfig, keep_last: int) -> Path:
+    """Written here and now."""
+    return write_checkpoint(root, contents_of(step, drafter, optimizer, config), keep_last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,8 +124,8 @@ def test_other_formats_and_empty_directories_are_refused(tmp_path):
     drafter, optimizer = trained()
     directory = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2)
     state = json.loads((directory / "state.json").read_text())
-    (directory / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with pytest.raises(ConfigError, match="expected checkpoint format 1, found 99"):
+    (directory / "state.json").write_text(json.dumps(state | {"format": 99, "versions": {"blockdraft": "9.9"}}))
+    with pytest.raises(ConfigError, match=r"expected checkpoint format 2, found 99, written by blockdraft 9\.9"):
         load_drafter(directory)
     with pytest.raises(ConfigError, match="expected a checkpoint, or a run directory with checkpoints"):
         newest_checkpoint(tmp_path / "nowhere")

@@ -1,0 +1,79 @@
+"""Between two steps, in drafter 0's thread: saving and held-out evaluation."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from blockdraft.commands.build import Built
+from blockdraft.config import RunConfig
+from blockdraft.data.position import position_at
+from blockdraft.decoding.replay import replay
+from blockdraft.runtime.reports import Evaluated, SetAcceptance
+from blockdraft.runtime.saver import Saver
+from blockdraft.training.checkpoint import Contents, contents_of
+
+
+class Boundary:
+    """Saves and evaluates when it is time."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        built: Built,
+        saver: Saver,
+        *,
+        first_step: int,
+        is_evaluated: bool,
+        tell: Callable[[Evaluated], None],
+        tick: Callable[[], None],
+    ) -> None:
+        """`is_evaluated`: the evaluation after `first_step` is known already; `tick` says that something moves."""
+        self.config, self.built, self.saver = config, built, saver
+        self.first_step, self.is_evaluated = first_step, is_evaluated
+        self.tell, self.tick = tell, tick
+
+    def pass_over(self, steps_done: int, *, ends_here: bool) -> None:
+        """After `steps_done` steps, with everything the last one changed in place."""
+        self.tick()
+        is_due = steps_done % self.config.save_every == 0
+        # Saved first: whoever stops a run may not wait for an evaluation.
+        if (is_due or ends_here) and steps_done > self.first_step:
+            self.saver.save(steps_done)
+            self.tick()
+        if self.is_evaluation_due(steps_done):
+            found = evaluate(self.built, steps_done, self.tick)
+            self.tell(found)
+            lengths = [one.acceptance_length for one in found.sets.values()]
+            self.saver.evaluated(steps_done, sum(lengths) / len(lengths))
+
+    def is_evaluation_due(self, steps_done: int) -> bool:
+        """Not where a run only stops: it goes on as if it never had."""
+        if not self.built.tapes or (steps_done == self.first_step and self.is_evaluated):
+            return False
+        return steps_done % self.config.eval.every == 0 or steps_done == self.built.total_steps
+
+
+def contents_at(config: RunConfig, built: Built, steps_done: int) -> Contents:
+    """What a checkpoint holds, as it lies on drafter 0's device."""
+    step = built.steps[0]
+    return contents_of(
+        steps_done,
+        step.drafter,
+        step.optimizer,
+        config,
+        data=built.fingerprint,
+        position=position_at(built.loader.config, steps_done),
+        total_steps=built.total_steps,
+    )
+
+
+@torch.no_grad()
+def evaluate(built: Built, steps_done: int, tick: Callable[[], None]) -> Evaluated:
+    """Acceptance on the held-out answers, by replay: only the drafter runs, and nothing of the training changes."""
+    started, step = time.monotonic(), built.steps[0]
+    sets = {}
+    for name, tapes in built.tapes.items():
+        found = replay(step.drafter, step.ends, tapes, progress=lambda _: tick())
+        sets[name] = SetAcceptance(found.acceptance_length, found.rounds)
+    return Evaluated(steps_done, sets, time.monotonic() - started)
