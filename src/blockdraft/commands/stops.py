@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
-
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells have it."""
 EARLY_STOP: Final = (
