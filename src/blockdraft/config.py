@@ -22,8 +22,9 @@ class TargetConfig:
 
     path: str = ""
     """Directory, .gguf file or hub name of the target."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type the target computes in; auto: bfloat16, but float32 on a CPU that only emulates it."""
+    dtype: Literal["auto", "bfloat16", "float32", "float8"] = "auto"
+    """Data type the target computes in; auto: bfloat16, but float32 on a CPU that only emulates it. float8: bfloat16,
+    with the matrix products of its feature pass in float8 (GPUs of compute capability 8.9 and newer)."""
     trust_remote_code: bool = False
     """Run model code that comes with the target."""
 
