@@ -1,0 +1,182 @@
+"""The memory plan: what each device of a run will hold, component by component, before anything is loaded.
+
+Weights, optimizer and slots are counted; what a forward or backward holds while it runs is estimated by the formulas
+of `step_peak` and `forward_peak`, which were fitted to measured peaks (docs/performance.md, "Memory"). Left out:
+the CUDA context, NCCL's buffers, and what the allocator keeps between its blocks.
+
+Letters of the formulas: R rows, T tokens of a row, A anchors, L block size; Q = R * A * L block tokens, N = R * A *
+(L - 1) drafted slots, K = R * T context tokens; D width, I inner width, F = heads * head width, G = key/value heads *
+head width, C captured layers, V ids of the head, w bytes of a number.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from blockdraft.config import RunConfig
+from blockdraft.data.packing import Bucket
+from blockdraft.models.drafter import DrafterShape
+from blockdraft.models.outline import Outline
+from blockdraft.models.target_split import layer_devices
+from blockdraft.training.head_loss import even_chunk
+
+GIB = 2**30
+HOST = "host"
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+class Sizes(NamedTuple):
+    """What a plan is made from, beside the config (whose data types are resolved)."""
+
+    outline: Outline
+    shape: DrafterShape
+    head_rows: int
+    """Ids that the drafter's head covers in training: all, or a draft vocabulary."""
+    bucket: Bucket
+    """The largest batch of the target."""
+    kept_slots: int
+    """Slots of an epoch, whose features are kept in host memory if asked."""
+
+
+class Part(NamedTuple):
+    """One component on one device."""
+
+    device: str
+    name: str
+    bytes: int
+    passes: bool
+    """Whether it is there only while a forward, a backward or an update runs."""
+
+
+class MemoryPlan(NamedTuple):
+    """All components."""
+
+    parts: tuple[Part, ...]
+
+    def devices(self) -> list[str]:
+        """Devices in order of their names; the host last."""
+        return sorted({part.device for part in self.parts}, key=lambda name: (name == HOST, name))
+
+    def total(self, device: str, *, resident: bool = False) -> int:
+        """Bytes on a device, at most; `resident` leaves out what comes and goes."""
+        return sum(part.bytes for part in self.parts if part.device == device and not (resident and part.passes))
+
+    def lines(self) -> list[str]:
+        """A line for each device."""
+        return [f"memory plan, {device}: {self._spell(device)}" for device in self.devices()]
+
+    def _spell(self, device: str) -> str:
+        sums: dict[str, int] = defaultdict(int)
+        for part in self.parts:
+            if part.device == device:
+                sums[part.name] += part.bytes
+        spelled = ", ".join(f"{name} {spell_bytes(count)}" for name, count in sums.items() if count)
+        return f"{spell_bytes(self.total(device))} = {spelled}"
+
+
+def spell_bytes(count: int) -> str:
+    """GiB, or MiB below a tenth of one."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def plan_memory(config: RunConfig, sizes: Sizes) -> MemoryPlan:
+    """The plan of one process."""
+    parts: list[Part] = []
+    for name in config.runtime.targets:
+        parts += _target_parts(config, sizes, name.split("+"))
+    for name in config.runtime.drafters:
+        parts += _drafter_parts(config, sizes, name)
+    if config.runtime.keep_features:
+        parts.append(Part(HOST, "kept features", sizes.kept_slots * slot_bytes(config, sizes), False))
+    return MemoryPlan(tuple(part for part in parts if part.bytes))
+
+
+def _target_parts(config: RunConfig, sizes: Sizes, devices: list[str]) -> Iterable[Part]:
+    outline, width = sizes.outline, BYTES[config.target.dtype]
+    kept = outline.kept_layers(sizes.shape.target_layer_ids, to_end=config.loss.needs_final_states)
+    places = layer_devices(len(outline.layers), [torch.device(device) for device in devices])
+    for number, device in enumerate(devices):
+        placed = zip(outline.layers[:kept], places, strict=False)
+        weights = sum(count for count, place in placed if place == torch.device(device))
+        # Embedding and head lie on the first device of a replica, the final norm on the last.
+        weights += outline.embedding + outline.head if number == 0 else 0
+        weights += outline.rest if number == len(devices) - 1 else 0
+        yield Part(device, "target weights", weights * width, False)
+        yield Part(device, "target forward", forward_peak(sizes.outline, sizes.bucket, width), True)
+    if any(drafter != devices[0] for drafter in config.runtime.drafters):
+        yield Part(devices[0], "staging", 2 * slot_bytes(config, sizes), False)
+
+
+def slot_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """One slot: [R * T + 1, C * D], with the final hidden states where the objective needs them."""
+    columns = len(sizes.shape.target_layer_ids) + config.loss.needs_final_states
+    rows = config.data.num_rows * config.data.row_length + 1
+    return rows * columns * sizes.shape.hidden_size * BYTES[config.target.dtype]
+
+
+def forward_peak(outline: Outline, bucket: Bucket, width: int) -> int:
+    """What a target's forward holds at its widest point, for each of its tokens.
+
+    In the MLP: gate, activation and up product (3 I), the layer's input, the residual and the normed input (3 D), and
+    float32 copies of the norm.
+    """
+    facts = outline.facts
+    return bucket.batch * bucket.length * width * (3 * facts.intermediate_size + 3 * facts.hidden_size)
+
+
+def drafter_parameters(shape: DrafterShape) -> int:
+    """Trainable numbers of a drafter."""
+    width, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
+    layer = 2 * width * queries + 2 * width * keys + 3 * width * shape.intermediate_size
+    layer += 2 * shape.head_dim + 2 * width
+    return shape.num_layers * layer + len(shape.target_layer_ids) * width * width + 2 * width
+
+
+def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Part]:
+    shape, width = sizes.shape, BYTES[config.drafter.dtype]
+    count = drafter_parameters(shape)
+    yield Part(device, "drafter weights", count * width, False)
+    if width != 4:
+        yield Part(device, "masters", count * 4, False)
+    # Muon keeps one moment of a matrix, AdamW two; norms are too small to tell.
+    yield Part(device, "moments", count * 4 * (1 if config.optim.optimizer == "muon" else 2), False)
+    yield Part(device, "gradients", count * 4, False)
+    is_shared = config.drafter.dtype == config.target.dtype and any(
+        name.split("+")[0] == device for name in config.runtime.targets
+    )
+    ends = sizes.outline.embedding + (sizes.outline.head or 0)
+    yield Part(device, "embedding and head", 0 if is_shared else ends * width, False)
+    if sizes.head_rows < shape.vocab_size:
+        yield Part(device, "draft vocabulary's head", sizes.head_rows * shape.hidden_size * width, False)
+    yield Part(device, "slots", config.runtime.channel_depth * slot_bytes(config, sizes), False)
+    for name, size in step_peak(config, sizes).items():
+        yield Part(device, name, size, True)
+
+
+def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
+    """What the drafter's step holds at its peak, beside everything that stays.
+
+    kept activations: of each layer its input, the state behind the attention and the attended values (2 D + 2 F),
+        queries before and after norm and rotation (2 F), gate and up product (2 I), each of Q tokens; keys before and
+        after, and values, of K + Q tokens (3 G).
+    head chunk: the logits of one chunk of slots [M, V].
+    loss gradients: d(loss)/d(hidden) in float32, and hidden states, of N slots.
+    weight gradients: a compiled backward hands out all of them at its end, in the weights' type.
+    """
+    data, shape, width = config.data, sizes.shape, BYTES[config.drafter.dtype]
+    anchors = data.num_anchors if data.num_anchors is not None else data.row_length // 4
+    blocks = data.num_rows * anchors * shape.block_size
+    slots = data.num_rows * anchors * (shape.block_size - 1)
+    context = data.num_rows * data.row_length
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = blocks * (2 * shape.hidden_size + 4 * queries + 2 * shape.intermediate_size)
+    layer += (context + blocks) * 3 * keys
+    return {
+        "kept activations": shape.num_layers * layer * width,
+        "head chunk": even_chunk(slots, config.loss.chunk_rows) * sizes.head_rows * width,
+        "loss gradients": slots * shape.hidden_size * (4 + width),
+        "weight gradients": drafter_parameters(shape) * width,
+    }
