@@ -52,9 +52,18 @@ def compile_flex() -> Callable[..., Any]:
     return compile_alone(flex_attention)
 
 
-def bare_flex_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor) -> Attend:
-    """Block-sparse attention for code that is compiled as a whole: on its own it would materialise the scores."""
-    return flex_attend(shape, document_RT, position_RT, anchor_RA, flex_attention)
+def bare_flex_attend(
+    shape: DrafterShape,
+    document_RT: Tensor,
+    position_RT: Tensor,
+    anchor_RA: Tensor,
+    options: dict[str, int] | None = None,
+) -> Attend:
+    """Block-sparse attention for code that is compiled as a whole: on its own it would materialise the scores.
+
+    `options`: tile sizes (models/tiles.py); None leaves them to torch.
+    """
+    return flex_attend(shape, document_RT, position_RT, anchor_RA, flex_attention, options)
 
 
 def flex_attend(
@@ -63,8 +72,12 @@ def flex_attend(
     position_RT: Tensor,
     anchor_RA: Tensor,
     compiled: Callable[..., Any],
+    options: dict[str, int] | None = None,
 ) -> Attend:
-    """Block-sparse attention through `compiled`: a compiled flex_attention, or the bare one inside compiled code."""
+    """Block-sparse attention through `compiled`: a compiled flex_attention, or the bare one inside compiled code.
+
+    `options`: flex_attention's kernel_options.
+    """
     full = block_mask(shape, position_RT, anchor_RA, None)
     windowed = block_mask(shape, position_RT, anchor_RA, shape.window) if shape.window_layers else full
 
@@ -82,6 +95,7 @@ def flex_attend(
             torch.cat([context_value_RGTE, block_value_RGQE], dim=2),
             block_mask=windowed if layer in shape.window_layers else full,
             enable_gqa=True,
+            kernel_options=options,
         )
         return out
 

@@ -244,7 +244,7 @@ class Pipeline:
             step.timed = lambda what: worker.lane.both(what, worker.step)
             with self._compile_lock:
                 started = time.perf_counter()
-                warm_up_drafter(step, self.slots[index][0], self.loader)
+                warm_up_drafter(step, self.slots[index][0], self.loader, self._tell(worker))
                 if self.restore is not None:
                     self.restore(step)
                 self.reports.put(WarmedUp(worker.name, "forward, backward, update", time.perf_counter() - started))
@@ -258,6 +258,10 @@ class Pipeline:
             self._finish_together(index)
 
         return body
+
+    def _tell(self, worker: Worker) -> Callable[[str], None]:
+        started = time.perf_counter()
+        return lambda line: self.reports.put(WarmedUp(worker.name, line, time.perf_counter() - started))
 
     def _leave(self, index: int) -> Callable[[], None]:
         def leave() -> None:

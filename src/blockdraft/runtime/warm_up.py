@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from blockdraft.config import ConfigError
 from blockdraft.data.loader import Fill, Loader, LoaderConfig, MicroBatch, TargetBatch
 from blockdraft.data.packing import Bucket, budget_bucket
+from blockdraft.models.tiles import lacks_resources, smaller_tiles
 from blockdraft.runtime.reports import WarmedUp, report_step
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.transfers import pinned, to_device
@@ -65,8 +67,16 @@ def _padding(slot: Slot, buckets: Sequence[Bucket], is_gpu: bool) -> Fill:
     return pinned(fill) if is_gpu else fill
 
 
-def warm_up_drafter(step: DrafterStep, slot: Slot, loader: Loader) -> None:
-    """Runs a whole step on micro-batches without valid blocks at learning rate 0; checks that it changed nothing."""
+def warm_up_drafter(
+    step: DrafterStep, slot: Slot, loader: Loader, say: Callable[[str], None] = lambda _line: None
+) -> None:
+    """Runs a whole step on micro-batches without valid blocks at learning rate 0; checks that it changed nothing.
+
+    Where attention needs more shared memory than the GPU has, smaller tiles are tried, which is said.
+
+    Raises:
+        ConfigError: no tiles are small enough.
+    """
     device = step.drafter.device
     before = [weight.detach().clone() for weight in step.optimizer.masters.values()]
     fill = Fill(-1, -1, (), (), (_without_blocks(loader.config),) * 2)
@@ -78,12 +88,33 @@ def warm_up_drafter(step: DrafterStep, slot: Slot, loader: Loader) -> None:
         step.rehearse()
         report_step(-1, sums, step, 0)
 
-    run()
+    _with_tiles_that_fit(step, run, say)
     for weight, old in zip(step.optimizer.masters.values(), before, strict=True):
         assert torch.equal(weight, old), "warm-up changed a weight"
     del before
     if device.type == "cuda":
         _until_settled(device, run)
+
+
+def _with_tiles_that_fit(step: DrafterStep, run: Callable[[], None], say: Callable[[str], None]) -> None:
+    smaller = smaller_tiles(step.make_attend)
+    while True:
+        try:
+            run()
+            return
+        except Exception as error:
+            # Triton, Inductor and Dynamo each raise it as something else.
+            reason = lacks_resources(error)
+            if not reason:
+                raise
+            tiles = next(smaller, None)
+            if tiles is None:
+                raise ConfigError(
+                    f"attention fits {step.drafter.device} with no tiles of models/tiles.py ({reason}); use "
+                    "runtime.attention sdpa, or a smaller drafter.head_dim"
+                ) from error
+            say(f"attention needs more than {step.drafter.device} has ({reason}); trying tiles of {tiles.name}")
+        step.use_attention(tiles.make_attend)
 
 
 def _without_blocks(config: LoaderConfig) -> MicroBatch:

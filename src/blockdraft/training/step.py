@@ -107,8 +107,9 @@ class DrafterStep:
         """`head` is `ends`, or `ends` restricted to a draft vocabulary; `how` says what becomes one compiled graph."""
         self.drafter, self.ends, self.head = drafter, ends, head
         self.loss_config, self.optim_config, self.total_steps = loss, optim, total_steps
-        self.make_attend, self.sum_gradients = make_attend, sum_gradients
-        self.run_drafter = compile_drafter(drafter, how)
+        self.sum_gradients = sum_gradients
+        self.how: How = how
+        self.use_attention(make_attend)
         self.slot_loss = choose_slot_loss(drafter.device)
         self.optimizer = MasterOptimizer(drafter, optim)
         self.buckets = GradientBuckets(self.optimizer.weights, self.optimizer.gradient, self.optimizer.land)
@@ -126,6 +127,11 @@ class DrafterStep:
         """Called with what `finish` is about to do; the runtime records how long it takes."""
         self.last_scale = 0.0
         """Learning rate of the last step as a share of the peak."""
+
+    def use_attention(self, make_attend: MakeAttend) -> None:
+        """Takes another attention, of other tiles for instance; what was compiled with the last one is left."""
+        self.make_attend = make_attend
+        self.run_drafter: RunDrafter = compile_drafter(self.drafter, self.how)
 
     def micro_batch(self, features_RTC: Tensor, blocks: Blocks, denominator: float) -> None:
         """Forward, loss and backward; gradients and counts add up until `finish`."""
