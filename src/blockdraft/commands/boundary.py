@@ -11,6 +11,7 @@ from blockdraft.data.position import position_at
 from blockdraft.decoding.replay import replay
 from blockdraft.runtime.reports import Evaluated, SetAcceptance
 from blockdraft.runtime.saver import Saver
+from blockdraft.runtime.spans import Lane
 from blockdraft.training.checkpoint import Contents, contents_of
 
 
@@ -27,11 +28,15 @@ class Boundary:
         is_evaluated: bool,
         tell: Callable[[Evaluated], None],
         tick: Callable[[], None],
+        lane: Lane,
     ) -> None:
-        """`is_evaluated`: the evaluation after `first_step` is known already; `tick` says that something moves."""
+        """`is_evaluated`: the evaluation after `first_step` is known already.
+
+        `tick` says that something moves; `lane` is drafter 0's.
+        """
         self.config, self.built, self.saver = config, built, saver
         self.first_step, self.is_evaluated = first_step, is_evaluated
-        self.tell, self.tick = tell, tick
+        self.tell, self.tick, self.lane = tell, tick, lane
 
     def pass_over(self, steps_done: int, *, ends_here: bool) -> None:
         """After `steps_done` steps, with everything the last one changed in place."""
@@ -39,10 +44,12 @@ class Boundary:
         is_due = steps_done % self.config.save_every == 0
         # Saved first: whoever stops a run may not wait for an evaluation.
         if (is_due or ends_here) and steps_done > self.first_step:
-            self.saver.save(steps_done)
+            with self.lane.span("save", steps_done - 1):
+                self.saver.save(steps_done)
             self.tick()
         if self.is_evaluation_due(steps_done):
-            found = evaluate(self.built, steps_done, self.tick)
+            with self.lane.both("evaluate", steps_done - 1):
+                found = evaluate(self.built, steps_done, self.tick)
             self.tell(found)
             lengths = [one.acceptance_length for one in found.sets.values()]
             self.saver.evaluated(steps_done, sum(lengths) / len(lengths))

@@ -13,6 +13,7 @@ import torch
 from blockdraft.commands.boundary import Boundary, contents_at, evaluate
 from blockdraft.commands.build import Built, build
 from blockdraft.commands.nodes import check_agreement
+from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
 from blockdraft.commands.run_directory import check_directory, claim, write_environment
 from blockdraft.commands.skips import Skips
@@ -114,6 +115,13 @@ class Control:
         pipeline = self.pipeline = self._make_pipeline(first_step)
         if self.is_first_node:
             self._make_boundary(pipeline, first_step)
+            self.observer = Observer(
+                self.run_dir,
+                self.say,
+                pipeline,
+                trace_steps=self.diagnostics.trace_steps,
+                sample_seconds=min(self.line_seconds, SAMPLE_SECONDS),
+            )
         self.stops.check()
         # From here on there is something to finish; the watch asks the pipeline for it.
         self.stops.ask = _nothing
@@ -122,6 +130,7 @@ class Control:
         finally:
             if self.is_first_node:
                 self.recorder.close()
+                self.observer.end()
 
     def _read_resumed(self, config: RunConfig) -> tuple[int, int]:
         """Steps done and steps skipped before this start."""
@@ -190,6 +199,7 @@ class Control:
             check=pipeline.channel.check,
             await_metrics=self.recorder.metrics.await_step,
             say=self.say,
+            lane=pipeline.writer,
         )
         self.built.steps[0].before_update = self.saver.before_update
         self.boundary = Boundary(
@@ -201,6 +211,7 @@ class Control:
             # In line with the steps, so that the order of metrics.jsonl never depends on timing.
             tell=pipeline.reports.put,
             tick=pipeline.watchdog.beat,
+            lane=next(worker.lane for worker in pipeline.workers if worker.name == "drafter 0"),
         )
 
     # In the drafters' threads
@@ -331,7 +342,9 @@ class Control:
             sums, grad_norm = item.read(self.config.drafter.block_size - 1)
             self.skips.step(item, grad_norm)
             if self.is_first_node:
-                self.recorder.step(item, sums, grad_norm, self.skips.count, pipeline)
+                with pipeline.control.span("log", item.step):
+                    self.recorder.step(item, sums, grad_norm, self.skips.count, pipeline)
+                    self.observer.step(item.step)
         self.skips.end_if_due()
 
 

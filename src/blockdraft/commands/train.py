@@ -27,6 +27,12 @@ class Options:
     """Diagnostic: overwrite drained slots with NaN, so that features which are read too late show."""
     serial_targets: bool = False
     """Diagnostic: let one target at a time run its forward."""
+    trace: int = 0
+    """Steps whose spans are written into the run directory, as a Chrome trace with a lane per worker."""
+
+    def __post_init__(self) -> None:
+        if self.trace < 0:
+            raise ConfigError(f"--trace is a number of steps and must be at least 0 (no trace), got {self.trace}")
 
 
 def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
@@ -46,7 +52,7 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     if this_node() == 0:
         _check_run_dir(run_dir, config, options)
     config = _find_resume(config, run_dir)
-    diagnostics = Diagnostics(poison=options.poison, serial_targets=options.serial_targets)
+    diagnostics = Diagnostics(poison=options.poison, serial_targets=options.serial_targets, trace_steps=options.trace)
     control = Control(config, run_dir, _say, diagnostics=diagnostics, stops=stops)
     try:
         return control.run()

@@ -1,4 +1,4 @@
-"""Switches that look for faults in the runtime itself; flags of `blockdraft train`, no part of a run's config."""
+"""Switches that look into the runtime itself; flags of `blockdraft train`, no part of a run's config."""
 
 from typing import Final, NamedTuple
 
@@ -10,6 +10,8 @@ class Diagnostics(NamedTuple):
     """Drained slots are overwritten with NaN: features that are read too late show."""
     serial_targets: bool = False
     """One target at a time runs its forward: a fault that goes away with it is one of threads against each other."""
+    trace_steps: int = 0
+    """Steps of the steady state whose spans are written as a Chrome trace."""
 
 
 NONE: Final = Diagnostics()

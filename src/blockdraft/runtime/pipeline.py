@@ -23,7 +23,7 @@ from blockdraft.runtime.memory import MemoryWatch
 from blockdraft.runtime.reports import Report, WarmedUp, report_micro_batches, report_step
 from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, step_of
-from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, Lane, Record
+from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, TRACED, Lane, Record
 from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.warm_up import warm_up_drafter, warm_up_target
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
@@ -63,11 +63,9 @@ class Pipeline:
         when_warm: Callable[[], None] = lambda: None,
         delay: Delay = no_delay,
         diagnostics: Diagnostics = NONE,
-        keep_spans: int = KEPT,
     ) -> None:
         """Takes calls back into the trainer. `world` joins several drafters; `sum_seconds` is the longest sum.
 
-        `keep_spans`: of each worker, the newest.
         `at_boundary(steps_done)`: in node 0's drafter 0's thread, after each of its steps; it saves and evaluates.
         `when_warm()`: in control's thread, when every worker is warm and none has started.
         `restore(step)`: in each drafter's thread, after its warm-up (which resets moments); it loads a checkpoint.
@@ -106,9 +104,10 @@ class Pipeline:
         devices = sorted({*devices, *(step.drafter.device for step in steps)}, key=str)
         self._is_on_gpu = any(device.type == "cuda" for device in devices)
         self.memory = MemoryWatch(devices)
-        self.workers = self._make_workers(cpu_threads, keep_spans)
-        self.control = Lane("control", torch.device("cpu"), keep_spans)
-        self.record = Record([*(worker.lane for worker in self.workers), self.control], keep_spans)
+        keep = TRACED if diagnostics.trace_steps else KEPT
+        self.workers = self._make_workers(cpu_threads, keep)
+        self.writer, self.control = (Lane(name, torch.device("cpu"), keep) for name in ("writer", "control"))
+        self.record = Record([*(worker.lane for worker in self.workers), self.writer, self.control], keep)
 
     def _make_slots(self) -> list[list[Slot]]:
         rows, length, target = self.loader.config.num_rows, self.loader.config.row_length, self.targets[0]
@@ -234,8 +233,8 @@ class Pipeline:
         after = self.channel.target_waits[index]
         if work is not None:
             worker.step = step_of(work.fill)
-        waited = (now - then for now, then in zip(after, before, strict=True))
-        worker.lane.waited(started, *waited, worker.step)
+        for_input_s, to_hand_over_s = (now - then for now, then in zip(after, before, strict=True))
+        worker.lane.waited(started, for_input_s, to_hand_over_s, worker.step)
         return work
 
     def _drafter_body(self, index: int) -> Callable[[Worker], None]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import ConfigError
+from blockdraft.runtime.spans import Lane
 from blockdraft.training.checkpoint import Best, Contents, record_best, write_checkpoint
 
 BLOCK_BYTES = 2**30
@@ -104,16 +105,18 @@ class Saver:
         check: Callable[[], None],
         await_metrics: Callable[[int, Callable[[], bool]], bool],
         say: Callable[[str], None],
+        lane: Lane,
     ) -> None:
         """Takes calls into the run.
 
         `contents_at(steps_done)`: what is to be saved, as it lies on the drafter's device.
         `fail(message)` ends the run; `tick()` says that something moved; `check()` raises when the run is stopped.
+        `lane`: the writer's.
         `await_metrics(steps_done, is_over)`: whether the metrics up to that step are on disk; waits unless it is over.
         """
         self.root, self.keep_last = root, keep_last
         self.contents_at, self.fail, self.tick, self.check = contents_at, fail, tick, check
-        self.await_metrics, self.say = await_metrics, say
+        self.await_metrics, self.say, self.lane = await_metrics, say, lane
         self.error = ""
         self._snapshot: Snapshot | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -190,13 +193,14 @@ class Saver:
         try:
             if self._snapshot.copied is not None:
                 self._snapshot.copied.synchronize()
-            write_checkpoint(
-                self.root,
-                copy,
-                self.keep_last,
-                tick=self.tick,
-                before_rename=lambda: self._await_metrics(copy.steps_done),
-            )
+            with self.lane.span("write", copy.steps_done - 1):
+                write_checkpoint(
+                    self.root,
+                    copy,
+                    self.keep_last,
+                    tick=self.tick,
+                    before_rename=lambda: self._await_metrics(copy.steps_done),
+                )
         finally:
             self._has_room.release()
 

@@ -18,6 +18,8 @@ INPUT: Final = "waiting for input"
 HAND_OVER: Final = "waiting to hand over"
 KEPT: Final = 1024
 """Spans of a lane that are kept: the last steps, whatever a run's length."""
+TRACED: Final = 65_536
+"""The same of a run that is traced: about 10 MB of a lane at most."""
 UNREAD: Final = 4096
 """Events of a device that may wait to be read; behind that many, spans are left out and counted."""
 
