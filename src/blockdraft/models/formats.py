@@ -4,6 +4,8 @@ Source of every field: docs/formats.md.
 """
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +167,44 @@ def save_export(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.bf
 
 
 def write_checkpoint(drafter: Drafter, directory: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Tensors in `dtype` and the config; both layouts name tensors alike."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in drafter.state_dict().items()}
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    """Tensors in `dtype` and the config, complete or not at all; both layouts name tensors alike.
+
+    Written beside `directory`, synced and renamed. Other files of a directory that is there already are kept.
+    """
+    directory = directory.resolve()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    side, old = (directory.with_name(f".{directory.name}.{kind}") for kind in ("writing", "old"))
+    if old.exists():
+        # Killed between the two renames, or right behind them.
+        old.rename(directory) if not directory.exists() else shutil.rmtree(old)
+    shutil.rmtree(side, ignore_errors=True)
+    side.mkdir()
+    try:
+        tensors = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in drafter.state_dict().items()}
+        save_file(tensors, side / WEIGHTS, metadata={"format": "pt"})
+        (side / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for path in (side / WEIGHTS, side / CONFIG, side):
+            _sync(path)
+    except BaseException:
+        shutil.rmtree(side, ignore_errors=True)
+        raise
+    if directory.exists():
+        directory.rename(old)
+    side.rename(directory)
+    if old.exists():
+        for path in old.iterdir():
+            if path.name not in (WEIGHTS, CONFIG):
+                path.rename(directory / path.name)
+        shutil.rmtree(old)
+    _sync(directory.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load_export(directory: Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Drafter:

@@ -130,6 +130,27 @@ def test_export_compares_what_it_reads_back(drafter, tmp_path, monkeypatch):
             found.norm.weight[0] += 1
         return found
 
-    monkeypatch.setattr("blockdraft.models.formats.load_export", damaged)
+    monkeypatch.setattr("blockdraft.models.load_export", damaged)
     with pytest.raises(RuntimeError, match=r"tensor norm\.weight"):
         export.export(drafter, tmp_path / "bad", "bfloat16")
+
+
+def test_an_export_that_fails_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):
+    directory = tmp_path / "export"
+    first, second = (tiny_drafter(tiny_target("llama"), 4, 1, seed=seed) for seed in (0, 1))
+    save_export(first, directory)
+    (directory / "README.md").write_text("mine")
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("blockdraft.models.formats.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_export(second, directory)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert torch.equal(load_export(directory).fc.weight, first.fc.weight.bfloat16())
+    save_export(second, directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert torch.equal(load_export(directory).fc.weight, second.fc.weight.bfloat16())
+    assert (directory / "README.md").read_text() == "mine"
