@@ -25,7 +25,7 @@ from blockdraft.models.target import Target
 from blockdraft.runtime.diagnostics import Diagnostics
 from blockdraft.runtime.distributed import GradientSum, join_world
 from blockdraft.runtime.pipeline import Pipeline
-from blockdraft.runtime.reports import StepDone
+from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.workers import WorkerError
@@ -60,6 +60,10 @@ class Size(NamedTuple):
     topology: str = "shared"
     poison: bool = False
     count_waits: int = 0
+    target_devices: tuple[str, ...] = ()
+    """Empty: those of the drafters."""
+    record: bool = False
+    """Keep the stack of every allocation."""
 
 
 class Documents:
@@ -105,16 +109,17 @@ def build(size: Size) -> tuple[Loader, list[Target], list[DrafterStep]]:
     store: Any = Documents(size)
     loader = Loader(store, loader_config)
     targets = []
-    for device in size.devices:
+    for device in size.target_devices or size.devices:
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(size.config, dtype=torch.bfloat16)
         targets.append(Target(model, None, size.layers))
     shape = derive_shape(DrafterConfig(num_layers=size.layers), targets[0].facts, size.config.vocab_size - 1)
     steps = []
-    for device, target in zip(size.devices, targets, strict=True):
-        drafter = new_drafter(shape, target.ends, target.ends, 0).to(device=device, dtype=torch.bfloat16)
-        ends = target.ends.copy_to(device, torch.bfloat16)
+    first = targets[0].ends
+    for device in size.devices:
+        drafter = new_drafter(shape, first, first, 0).to(device=device, dtype=torch.bfloat16)
+        ends = first.copy_to(device, torch.bfloat16)
         steps.append(
             DrafterStep(
                 drafter,
@@ -135,19 +140,30 @@ def train(size: Size) -> dict[str, Any]:
     protection = Protection(lambda _line: None)
     loader, targets, steps = build(size)
     waits = WaitCount(size.count_waits)
+
+    def begin_steady() -> None:
+        protection.steady()
+        if size.record:
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=200_000)
+
     pipeline = Pipeline(
-        RuntimeConfig(topology=size.topology, targets=size.devices, drafters=size.devices, channel_depth=2),
+        RuntimeConfig(
+            topology=size.topology, targets=size.target_devices or size.devices, drafters=size.devices, channel_depth=2
+        ),
         loader, targets, steps, first_step=0, total_steps=size.steps, at_boundary=lambda _step: None,
-        world=join_world() if len(steps) > 1 else None, when_warm=protection.steady,
+        world=join_world() if len(steps) > 1 else None, when_warm=begin_steady,
         diagnostics=Diagnostics(poison=size.poison),
     )  # fmt: skip
     losses: list[float] = []
+    warm_up: list[str] = []
     deepest = 0
 
     def drain() -> None:
         while not pipeline.reports.empty():
             item = pipeline.reports.get()
-            if isinstance(item, StepDone):
+            if isinstance(item, WarmedUp):
+                warm_up.append(f"{item.worker}, {item.what}, {item.seconds:.1f} s")
+            elif isinstance(item, StepDone):
                 losses.append(report(item.read(BLOCK_SIZE - 1)[0]).loss)
                 waits.step(len(losses), pipeline.workers)
 
@@ -168,6 +184,8 @@ def train(size: Size) -> dict[str, Any]:
         memory = {str(device): found._asdict() for device, found in pipeline.memory.found().items()}
         return {
             "losses": losses,
+            "warm_up": [line for line in warm_up if line.startswith("drafter")],
+            "allocated": allocations() if size.record else None,
             "compilations": None if compilations is None else sum(compilations),
             "memory": memory,
             "flat": all(found.is_flat for found in pipeline.memory.found().values()),
@@ -180,6 +198,19 @@ def train(size: Size) -> dict[str, Any]:
         }
     finally:
         protection.end()
+
+
+def allocations() -> dict[str, list[str]]:
+    """Which side's code allocated on each device since all were warm, by the functions on the stack."""
+    sides = {"fill": "target", "_consume": "drafter"}
+    traces = torch.cuda.memory._snapshot()["device_traces"]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    found: dict[str, list[str]] = {}
+    for index, trace in enumerate(traces):
+        stacks = [{frame["name"] for frame in entry["frames"]} for entry in trace if entry["action"] == "alloc"]
+        seen = {side for stack in stacks for function, side in sides.items() if function in stack}
+        found[f"cuda:{index}"] = sorted(seen)
+    return found
 
 
 def lengths() -> dict[str, Any]:
@@ -215,6 +246,29 @@ def smollm2_flex() -> dict[str, Any]:
 
 def smollm2_sdpa() -> dict[str, Any]:
     return train(Size(SMOLLM2, 1024, 64, 60, 8, 1000, layers=5, flex=False))
+
+
+def little_shared_memory() -> dict[str, Any]:
+    """99 KB of shared memory a block, as consumer cards have; Triton refuses what needs more, as it does there."""
+    import torch._inductor.config
+    import triton.compiler.compiler
+
+    torch._inductor.config.use_static_cuda_launcher = False
+    triton.compiler.compiler.max_shared_mem = lambda _device: 99 * 1024
+    wide = Qwen3Config(
+        vocab_size=2048, hidden_size=512, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=8192,
+    )  # fmt: skip
+    return train(Size(wide, 1024, 64, 40, 8, 1000))
+
+
+def apart() -> dict[str, Any]:
+    """Target and drafter on a GPU each."""
+    return train(
+        Size(
+            NARROW, 1024, 32, 40, 8, 1000, target_devices=("cuda:0",), devices=("cuda:1",), topology="pool", record=True
+        )
+    )
 
 
 def two_pairs() -> dict[str, Any]:
@@ -258,6 +312,8 @@ CASES = {
         mixed,
         smollm2_flex,
         smollm2_sdpa,
+        little_shared_memory,
+        apart,
         two_pairs,
         dead_in_collective,
     )

@@ -89,6 +89,19 @@ def test_smollm2s_shape_trains_on_one_gpu_and_equals_masked_attention():
     assert flex["losses"][-1] < flex["losses"][0]
 
 
+def test_case_29_little_shared_memory_brings_smaller_tiles():
+    found = result_of("little_shared_memory")
+    assert any("out of resource" in line and "trying tiles of" in line for line in found["warm_up"]), found["warm_up"]
+    assert len(found["losses"]) == 40
+    assert found["losses"][-1] < found["losses"][0] < 10
+    assert found["compilations"] == 0
+
+
+@TWO_GPUS
+def test_no_worker_allocates_on_a_foreign_device():
+    assert result_of("apart")["allocated"] == {"cuda:0": ["target"], "cuda:1": ["drafter"]}
+
+
 @TWO_GPUS
 def test_two_pairs_sum_their_gradients_and_stay_flat():
     found = result_of("two_pairs")
