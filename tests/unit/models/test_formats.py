@@ -130,7 +130,7 @@ def test_export_compares_what_it_reads_back(drafter, tmp_path, monkeypatch):
             found.norm.weight[0] += 1
         return found
 
-    monkeypatch.setattr("blockdraft.models.load_export", damaged)
+    monkeypatch.setattr("blockdraft.models.formats.load_export", damaged)
     with pytest.raises(RuntimeError, match=r"tensor norm\.weight"):
         export.export(drafter, tmp_path / "bad", "bfloat16")
 
