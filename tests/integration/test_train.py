@@ -67,6 +67,11 @@ def test_held_out_acceptance_is_measured_before_during_and_after(files, tmp_path
     lines = [line for line in metrics(tmp_path / "run") if "eval/pairs" in line]
     assert [line["step"] for line in lines] == [0, 2, 4, 5]
     assert all(line["eval/pairs"] >= 1.0 and line["eval/words"] >= 1.0 for line in lines)
+    # Accepting slot k takes slot k - 1; all of them together are the acceptance length without the bonus token.
+    for line in lines:
+        shares = line["eval_slots/pairs"]
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) + 1 == pytest.approx(line["eval/pairs"], abs=1e-3)
     assert len(ran.control.built.tapes["pairs"]) == 3
     assert sum("evaluation after step" in line for line in ran.lines) == 4
     plain = run_control(tiny_config(files, tmp_path / "plain", steps=5))

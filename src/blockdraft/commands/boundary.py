@@ -82,5 +82,5 @@ def evaluate(built: Built, steps_done: int, tick: Callable[[], None]) -> Evaluat
     sets = {}
     for name, tapes in built.tapes.items():
         found = replay(step.drafter, step.ends, tapes, progress=lambda _: tick())
-        sets[name] = SetAcceptance(found.acceptance_length, found.rounds)
+        sets[name] = SetAcceptance(found.acceptance_length, found.rounds, found.per_slot)
     return Evaluated(steps_done, sets, time.monotonic() - started)

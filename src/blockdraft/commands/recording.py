@@ -1,5 +1,6 @@
 """What a run says of itself: metrics.jsonl, trackers and the console line. All in control's thread."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +81,8 @@ class Recorder:
     def evaluation(self, item: Evaluated) -> None:
         """Held-out acceptance after some step."""
         values = {f"eval/{name}": found.acceptance_length for name, found in item.sets.items()}
-        self.metrics.write({"step": item.step, **values, "eval_seconds": round(item.seconds, 3)})
+        slots = {f"eval_slots/{name}": _rounded(found.per_slot) for name, found in item.sets.items()}
+        self.metrics.write({"step": item.step, **values, **slots, "eval_seconds": round(item.seconds, 3)})
         for tracker in self.trackers:
             tracker.log(item.step, values)
         spelled = ", ".join(
@@ -93,6 +95,10 @@ class Recorder:
         self.metrics.close()
         for tracker in self.trackers:
             tracker.close()
+
+
+def _rounded(values: list[float]) -> list[float | None]:
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
 def _spell_seconds(seconds: float) -> str:

@@ -63,5 +63,17 @@ def write_environment(run_dir: Path, built: Built) -> None:
         "target_class": type(target.model).__name__,
         "target_layers": target.num_layers,
         "draft_vocab": built.draft_vocab_size,
+        "data": _describe_data(built),
     }
     (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+
+
+def _describe_data(built: Built) -> dict[str, object]:
+    """What was prepared, what was dropped on the way and why, and what the loader made of it."""
+    manifest, counts = built.loader.store.manifest, built.loader.counts
+    kept = ("rows_read", "documents", "tokens", "supervised_tokens", "cut", "drops")
+    return {name: manifest[name] for name in kept if name in manifest} | {
+        "skipped_unanchored": counts.skipped_unanchored,
+        "slots_of_an_epoch": counts.fills,
+        "padding_share": round(counts.padding.padding / max(1, counts.padding.tokens), 4),
+    }

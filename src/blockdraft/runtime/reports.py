@@ -48,6 +48,8 @@ class SetAcceptance(NamedTuple):
 
     acceptance_length: float
     rounds: int
+    per_slot: list[float]
+    """Share of the rounds that accept slot k's draft token, for k = 1 .. L - 1."""
 
 
 class Evaluated(NamedTuple):
