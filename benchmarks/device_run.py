@@ -1,7 +1,7 @@
 """A whole run on GPUs with random weights: target and drafter threads, hundreds of steps of mixed document lengths.
 
-usage: python benchmarks/device_run.py [--shapes tiny|hybrid|qwen3-8b] [--targets cuda:0 ...] [--drafters cuda:0 ...]
-           [--attention flex] [--steps 300] [--documents 400]
+usage: python benchmarks/device_run.py [--shapes tiny|hybrid|qwen3-8b|qwen3.6-27b] [--targets cuda:0 ...]
+           [--drafters cuda:0 ...] [--attention flex] [--steps 300] [--documents 400]
 
 Prints what a run must show: compilations after warm-up (0), allocated and reserved memory over the run (flat), share of
 time busy per side, tokens per second, and the throughput of each side running alone in the same process.
@@ -14,20 +14,18 @@ import sys
 import time
 import warnings
 from collections import Counter
-from typing import Any, cast
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+from device_shapes import TARGETS, make_loader, make_step, make_target
 
-from blockdraft.config import DrafterConfig, LossConfig, OptimConfig, RuntimeConfig
-from blockdraft.data.anchors import position_weights
-from blockdraft.data.loader import Loader, LoaderConfig
-from blockdraft.models.attention import bare_flex_attend, sdpa_attend
-from blockdraft.models.drafter import Drafter, derive_shape
+from blockdraft.config import RuntimeConfig
+from blockdraft.data.loader import Loader
 from blockdraft.models.target import Target
 from blockdraft.runtime.distributed import join_world
-from blockdraft.runtime.pipeline import Pipeline
+from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.startup import Protection
@@ -35,51 +33,27 @@ from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.metrics import report
-from blockdraft.training.step import DrafterStep, MakeAttend
-
-TARGETS = {
-    "tiny": Qwen3Config(
-        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64,
-    ),
-    # Recurrent layers on flash-linear-attention's kernels, whose tuners start cold.
-    "hybrid": Qwen3_5TextConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8,
-    ),
-    "qwen3-8b": Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
-    ),
-}  # fmt: skip
-ROW_LENGTH = {"tiny": 512, "hybrid": 512, "qwen3-8b": 4096}
-ANCHORS = {"tiny": 32, "hybrid": 32, "qwen3-8b": 512}
-DRAFTER_LAYERS = {"tiny": 2, "hybrid": 2, "qwen3-8b": 5}
+from blockdraft.training.step import DrafterStep
 
 
-class RandomDocuments:
-    """A token store in memory: rows of ids, lengths spread from 20 to 4,000 tokens or what a row holds."""
+class Ran(NamedTuple):
+    """A finished run."""
 
-    def __init__(self, count: int, longest: int, vocab_size: int) -> None:
-        generator = np.random.default_rng(0)
-        self.lengths = np.exp(generator.uniform(np.log(20), np.log(longest), count)).astype(np.int64)
-        # Sequences with a stride, so that there is something to learn.
-        starts, strides = generator.integers(0, vocab_size, count), generator.integers(1, 9, count)
-        self.ids = [
-            ((start + stride * np.arange(n)) % (vocab_size - 1)).astype(np.int32)
-            for start, stride, n in zip(starts, strides, self.lengths, strict=True)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> Any:
-        return _Document(self.ids[index], np.ones(len(self.ids[index]), dtype=np.int8))
+    losses: list[float]
+    rate: float
+    """Tokens per second, all steps."""
+    later_rate: float
+    """The same over the second half of the tokens."""
+    seconds: float
+    start_up_s: float
+    pipeline: Pipeline
 
 
-class _Document:
-    def __init__(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
-        self.input_ids, self.loss_mask = input_ids, loss_mask
+class Rates(NamedTuple):
+    """Tokens per second of each side by itself."""
+
+    target: float
+    drafter: float
 
 
 def say(line: str) -> None:
@@ -87,56 +61,56 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def make_target(shapes: str, device: str, dtype: torch.dtype) -> Target:
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(TARGETS[shapes], dtype=dtype)
-    return Target(model, None, DRAFTER_LAYERS[shapes])
-
-
-def make_step(args: argparse.Namespace, target: Target, device: str, dtype: torch.dtype) -> DrafterStep:
-    shape = derive_shape(DrafterConfig(num_layers=DRAFTER_LAYERS[args.shapes]), target.facts, target.vocab_size - 1)
-    torch.manual_seed(1)
-    with torch.device(device):
-        drafter = Drafter(shape).to(dtype)
-    for weight in drafter.parameters():
-        if weight.dim() == 2:
-            torch.nn.init.normal_(weight, std=0.02)
-    torch.nn.init.constant_(drafter.norm.weight, 0.05)
-    ends = target.ends.copy_to(device, dtype)
-    attend: MakeAttend = bare_flex_attend if args.attention == "flex" else sdpa_attend
-    return DrafterStep(
-        drafter, ends, ends, loss=LossConfig(), optim=OptimConfig(accumulation=len(args.drafters)),
-        total_steps=args.steps, make_attend=attend, how="stack" if args.attention == "flex" else "nothing",
-    )  # fmt: skip
-
-
-def make_loader(args: argparse.Namespace, vocab_size: int) -> Loader:
-    length = ROW_LENGTH[args.shapes]
-    store = RandomDocuments(args.documents, min(length, 4000), vocab_size)
-    config = LoaderConfig(
-        row_length=length, num_rows=1, num_anchors=ANCHORS[args.shapes], sort_window=1024, target_tokens=2 * length,
-        block_size=16, weight_L=tuple(float(w) for w in position_weights(16, 7.0)), after_gap=False, seed=0,
-        num_drafters=len(args.drafters), accumulation=len(args.drafters), reuse=1,
-    )  # fmt: skip
-    return Loader(cast(Any, store), config)
-
-
 def run(args: argparse.Namespace) -> int:
     dtype = torch.bfloat16 if args.targets[0] != "cpu" else torch.float32
     protection = Protection(say) if "cpu" not in args.targets else None
     targets = [make_target(args.shapes, device, dtype) for device in args.targets]
-    steps = [make_step(args, targets[0], device, dtype) for device in args.drafters]
-    loader = make_loader(args, targets[0].vocab_size)
-    shapes = loader.shapes_until(args.steps)
-    say(f"{len(shapes)} target shapes, epoch of {loader.counts.fills} slots, padding {loader.counts.padding}")
+    count = len(args.drafters)
+    steps = [
+        make_step(
+            args.shapes, targets[0], device, how="stack" if args.attention == "flex" else "nothing",
+            accumulation=count, total_steps=args.steps,
+        )
+        for device in args.drafters
+    ]  # fmt: skip
+    loader = make_loader(
+        args.shapes, targets[0].vocab_size, documents=args.documents, num_drafters=count, accumulation=count
+    )
     waits = WaitCount(args.count_waits)
-    pipeline = Pipeline(
-        RuntimeConfig(topology="pool", targets=tuple(args.targets), drafters=tuple(args.drafters), channel_depth=2),
-        loader, targets, steps, first_step=0, total_steps=args.steps, at_boundary=lambda _step: None,
-        world=join_world() if len(steps) > 1 else None,
-        when_warm=protection.steady if protection else lambda: None,
+    ran = train(
+        "pool", loader, targets, steps, args.steps, protection=protection, waits=waits,
         delay=functools.partial(die, args.die),
+    )  # fmt: skip
+    tell(ran, protection, waits)
+    if protection is not None:
+        torch.compiler.set_stance("default")
+    alone(loader, targets[0], steps[0], args.steps)
+    if protection is not None:
+        protection.end()
+    return 0
+
+
+def train(
+    topology: str,
+    loader: Loader,
+    targets: list[Target],
+    steps: list[DrafterStep],
+    total_steps: int,
+    *,
+    protection: Protection | None,
+    waits: WaitCount,
+    delay: Delay = no_delay,
+    restore: Callable[[DrafterStep], None] | None = None,
+) -> Ran:
+    """Trains so many steps; `restore` is called in each drafter's thread after its warm-up."""
+    shapes = loader.shapes_until(total_steps)
+    say(f"{len(shapes)} target shapes, epoch of {loader.counts.fills} slots, padding {loader.counts.padding}")
+    places = tuple(str(target.device) for target in targets), tuple(str(step.drafter.device) for step in steps)
+    pipeline = Pipeline(
+        RuntimeConfig(topology=topology, targets=places[0], drafters=places[1], channel_depth=2),
+        loader, targets, steps, first_step=0, total_steps=total_steps, at_boundary=lambda _step: None,
+        restore=restore, world=join_world() if len(steps) > 1 else None,
+        when_warm=protection.steady if protection else lambda: None, delay=delay,
     )  # fmt: skip
     for line in pipeline.describe_links():
         say(line)
@@ -144,23 +118,23 @@ def run(args: argparse.Namespace) -> int:
     losses: list[float] = []
     marks: list[tuple[float, int]] = []
     tokens = watch(pipeline, losses, marks, waits)
-    elapsed = time.monotonic() - pipeline.started
-    rate = tokens / elapsed
-    say(f"start-up {pipeline.started - started:.1f} s, {args.steps} steps in {elapsed:.1f} s, {rate:,.0f} tok/s")
+    seconds = time.monotonic() - pipeline.started
+    return Ran(losses, tokens / seconds, pace(marks), seconds, pipeline.started - started, pipeline)
+
+
+def tell(ran: Ran, protection: Protection | None, waits: WaitCount) -> None:
+    """Everything that a run must show."""
+    losses = ran.losses
+    say(f"start-up {ran.start_up_s:.1f} s, {len(losses)} steps in {ran.seconds:.1f} s, {ran.rate:,.0f} tok/s")
     shown = " ".join(f"{loss:.4f}" for loss in losses[:: max(1, len(losses) // 20)])
     say(f"losses: {shown}, last {losses[-1]:.4f}, all finite {all(np.isfinite(losses))}")
-    say(f"second half: {pace(marks):,.0f} tok/s")
-    for line in pipeline.describe_sides():
+    say(f"second half: {ran.later_rate:,.0f} tok/s")
+    for line in ran.pipeline.describe_sides():
         say(line)
     if protection is not None:
         say(f"after warm-up: {protection.compilations()}")
-        for line in (*pipeline.memory.describe(), *waits.describe()):
+        for line in (*ran.pipeline.memory.describe(), *waits.describe()):
             say(line)
-        torch.compiler.set_stance("default")
-    alone(args, loader, targets[0], steps[0])
-    if protection is not None:
-        protection.end()
-    return 0
 
 
 def pace(marks: list[tuple[float, int]]) -> float:
@@ -205,19 +179,20 @@ def drain(pipeline: Pipeline, losses: list[float], tokens: int) -> int:
             losses.append(report(sums).loss)
 
 
-def alone(args: argparse.Namespace, loader: Loader, target: Target, step: DrafterStep) -> None:
+def alone(loader: Loader, target: Target, step: DrafterStep, total_steps: int, most: int = 40) -> Rates:
     """Throughput of each side by itself, over the same slots."""
     device = step.drafter.device
     fills = []
-    for fill in loader.fills(0, min(40, args.steps)):
+    for fill in loader.fills(0, min(most, total_steps)):
         fills.append(pinned(fill) if device.type == "cuda" else fill)
-        if len(fills) == 40:
+        if len(fills) == most:
             break
     config = loader.config
     width = target.hidden_size * len(target.layer_ids)
     here = Slot(config.num_rows, config.row_length, width, target.dtype, target.device)
     filler = Filler(target, config.num_rows, config.row_length)
     used = sum(sum(fill.used_R) for fill in fills)
+    rates = []
     for name in ("target", "drafter"):
         synchronize()
         started = time.monotonic()
@@ -232,13 +207,15 @@ def alone(args: argparse.Namespace, loader: Loader, target: Target, step: Drafte
                 else:
                     for one in fill.passes:
                         step.micro_batch(slot.features_RTC, to_device(one, device), one.denominator)
-                    step.finish(args.steps - 1)
+                    step.finish(total_steps - 1)
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         synchronize()
-        say(f"{name} alone: {used / (time.monotonic() - started):,.0f} tok/s over {len(fills)} slots")
+        rates.append(used / (time.monotonic() - started))
+        say(f"{name} alone: {rates[-1]:,.0f} tok/s over {len(fills)} slots")
         for place, count in Counter(f"{one.filename}:{one.lineno}" for one in seen).most_common(5):
             say(f"  waited for the device {count} times in {place}")
+    return Rates(*rates)
 
 
 def synchronize() -> None:
