@@ -67,6 +67,19 @@ def _context(position_RT: Tensor, anchor_RA: Tensor) -> _Context:
     return _Context(torch.where(valid_RA, first_RA, 0).int(), anchor_RA.clamp(min=0).int())
 
 
+def context_ranges(
+    position_RT: Tensor, anchor_RA: Tensor, block_size: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """First and one past the last context key that each block token sees, int32 [R, Q]; equal where it sees none."""
+    first_RA, stop_RA = _context(position_RT, anchor_RA)
+    stop_RAL = stop_RA[..., None].expand(-1, -1, block_size)
+    first_RAL = first_RA[..., None].expand_as(stop_RAL)
+    if window is not None:
+        slot_L = torch.arange(block_size, device=anchor_RA.device, dtype=torch.int32)
+        first_RAL = torch.maximum(first_RAL, stop_RAL + slot_L - (window - 1))
+    return first_RAL.flatten(1).contiguous(), stop_RAL.flatten(1).contiguous()
+
+
 def _tiles(context: _Context, num_tokens: int, block_size: int, window: int | None, causal: bool) -> _Tiles:
     device, num_anchors = context.stop_RA.device, context.stop_RA.shape[1]
     num_queries = num_anchors * block_size

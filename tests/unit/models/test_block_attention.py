@@ -1,0 +1,156 @@
+"""The block attention kernels: interpreted beside masked SDPA, compiled for a GPU without one, and their spans.
+
+R rows, T context keys, A anchors, L block size, H query heads, G key/value heads, E head width.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from blockdraft.models.attention import sdpa_attend
+from blockdraft.models.block_mask import context_ranges
+from blockdraft.models.blocks import visibility
+from integration.tiny import tiny_drafter, tiny_target
+from unit.models.test_blocks import row
+
+pytest.importorskip("triton")
+from blockdraft.models import attention_backward_triton, attention_triton, block_attention
+from blockdraft.models.block_attention import Ranges, Tile, Tiles, choose_tiles, context_spans, kernel_attend
+
+ANCHORS = ([0, 3, 5, 6, 20, 33, 34, 41, 45, 60, -1, -1], [0, 2, 9, 11, 25, 33, 34, 41, 45, 60, 78, -1])
+CASES = (
+    {"block_size": 4, "causal": True},
+    {"block_size": 10},
+    {"block_size": 16, "window": 20, "window_layers": (0,)},
+)
+
+
+def rows():
+    """Documents of 40, 3 and 37 tokens with padding, and one of 83."""
+    one, two = row(40, 3, 37, padding=3), row(83)
+    return torch.cat([one[0], two[0]]), torch.cat([one[1], two[1]]), torch.tensor(ANCHORS)
+
+
+def shape_of(**changes):
+    return dataclasses.replace(tiny_drafter(tiny_target("llama"), 4).shape, **changes)
+
+
+def outputs_and_gradients(make_attend, shape, numbers):
+    generator = torch.Generator().manual_seed(0)
+    queries = numbers[2].shape[1] * shape.block_size
+    sizes = [(4, queries), (2, 83), (2, 83), (2, queries), (2, queries)]
+    streams = [torch.randn(2, heads, n, 16, generator=generator).requires_grad_() for heads, n in sizes]
+    out_RHQE = make_attend(shape, *numbers)(0, *streams)
+    upstream_RHQE = torch.randn(out_RHQE.shape, generator=generator)
+    return [out_RHQE.detach(), *torch.autograd.grad(out_RHQE, streams, upstream_RHQE)]
+
+
+def compare() -> None:
+    """Run in a process of its own, where kernels are interpreted."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        # numpy 2.4 makes no number of an array of one element, which the interpreter's loop bounds are.
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+    one = Tile(16, 16, 4, 1)
+    # Query tiles larger than key tiles and the reverse; with larger tiles than blocks and smaller ones.
+    block_attention.FLOAT32_SIZES = (Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), one),)
+    for case in CASES:
+        shape, numbers = shape_of(**case), rows()
+        found = outputs_and_gradients(kernel_attend, shape, numbers)
+        for mine, its in zip(found, outputs_and_gradients(sdpa_attend, shape, numbers), strict=True):
+            far = float((mine - its).norm() / its.norm())
+            assert far < 1e-6, (case, far)
+    sys.stdout.write("interpreted alike\n")
+
+
+def test_kernels_equal_masked_sdpa_when_interpreted():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
+    code = "from unit.models.test_block_attention import compare; compare()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interpreted alike" in done.stdout
+
+
+def test_spans_hold_every_query_that_sees_a_key_and_the_inner_ones_see_all():
+    tile = Tile(8, 16, 4, 1)
+    for case in CASES:
+        document_RT, position_RT, anchor_RA = rows()
+        size, window = case["block_size"], case.get("window")
+        ranges = Ranges(*context_ranges(position_RT, anchor_RA, size, window))
+        seen_RQT = visibility(document_RT, position_RT, anchor_RA, size, window=window)[..., :83]
+        span_RJ4 = context_spans(ranges, 83, tile)
+        num_inner = 0
+        for line, spans in zip(seen_RQT, span_RJ4.tolist(), strict=True):
+            for key_tile, (first, inner_first, inner_stop, stop) in enumerate(spans):
+                keys = line[:, key_tile * 16 : key_tile * 16 + 16]
+                assert not keys[: first * 8].any()
+                assert not keys[stop * 8 :].any()
+                assert keys[inner_first * 8 : inner_stop * 8].all()
+                assert first <= inner_first <= inner_stop <= stop
+                num_inner += inner_stop - inner_first
+        assert (num_inner > 0) == (window is None)
+
+
+def compiled(function, tile: Tile):
+    """A kernel compiled for an H200 at the shapes of Qwen3-8B."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = function.arg_names
+    constants = {"H": 32, "G": 8, "E": 128, "L": 16, "CAUSAL": False, "PRECISION": "tf32"}
+    constants |= {"M": tile.queries, "N": tile.keys}
+    descriptors = {name: tile.queries for name in ("query", "upstream")}
+    descriptors |= {f"{part}_{what}": tile.keys for part in ("context", "block") for what in ("key", "value")}
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in descriptors:
+            return f"tensordesc<bf16[{descriptors[name]},128]>"
+        if name.endswith("_ptr"):
+            part = name.split("_")[0]
+            return {"low": "*i32", "high": "*i32", "span": "*i32", "log": "*fp32", "delta": "*fp32"}.get(part, "*bf16")
+        return "i32" if name.startswith("num_") else "fp32"
+
+    source = ASTSource(
+        function,
+        {name: kind(name) for name in names},
+        {(names.index(name),): value for name, value in constants.items() if name in names},
+        {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name.endswith("_ptr")},
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("which", ["forward", "query", "context", "block"])
+def test_kernels_compile_for_a_gpu_and_use_its_matrix_units_and_copy_engine(which):
+    module = attention_triton if which == "forward" else attention_backward_triton
+    tile = getattr(choose_tiles(torch.bfloat16, 0), which)
+    found = compiled(vars(module)[f"{which}_kernel"], tile)
+    assert "wgmma.mma_async" in found.asm["ptx"]
+    assert "cp.async.bulk.tensor" in found.asm["ptx"]
+    # An H200 gives a block 227 KB.
+    assert found.metadata.shared <= 227 * 1024
+
+
+def test_smaller_tiles_need_less_shared_memory():
+    sizes = [
+        compiled(attention_triton.forward_kernel, tiles.forward).metadata.shared for tiles in block_attention.SIZES
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    # Consumer cards give a block 99 KB.
+    assert sizes[1] <= 99 * 1024
+    assert choose_tiles(torch.float32, 9) == block_attention.FLOAT32_SIZES[-1]
