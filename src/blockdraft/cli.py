@@ -3,6 +3,7 @@
 The verb is looked up first and only its module is imported, so that `blockdraft --help` answers without torch.
 A command's module has a dataclass `Options`, from which its flags are made, and `run(options) -> int`. `train` takes a
 recipe as well: its flags are the fields of the recipe's RunConfig, and its module has `run(config, options) -> int`.
+`doctor` may be given one: its config is None without.
 """
 
 import dataclasses
@@ -33,8 +34,12 @@ VERBS: Final = {
     "evaluate": Verb("blockdraft.commands.evaluate", "acceptance length and speed, by decoding or by replay"),
     "generate": Verb("blockdraft.commands.generate", "stream one answer, accepted tokens coloured"),
     "export": Verb("blockdraft.commands.export", "write a drafter in a published format and compare it"),
+    "report": Verb("blockdraft.commands.report", "one HTML page about a run: curves, speed, memory, workers"),
     "import": Verb("blockdraft.commands.import_", "read a published drafter, for warm starts and evaluation"),
+    "doctor": Verb("blockdraft.commands.doctor", "look at machine, packages and what a recipe needs"),
 }
+WITH_RECIPE: Final = ("doctor",)
+"""Verbs that may take a recipe first, and then flags over it."""
 EXIT_ERROR: Final = 2  # As for a flag that does not exist.
 
 
@@ -64,7 +69,18 @@ def _dispatch(arguments: list[str]) -> int:
     if name == "train":
         return _train_until_stopped(rest)
     module = importlib.import_module(VERBS[name].module)
+    if name in WITH_RECIPE:
+        return _perhaps_with_recipe(name, module, rest)
     return int(module.run(_parse(module.Options, f"blockdraft {name}", rest, module.__doc__)))
+
+
+def _perhaps_with_recipe(name: str, module: ModuleType, arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        return int(module.run(None, _parse(module.Options, f"blockdraft {name} [RECIPE]", arguments, module.__doc__)))
+    recipe, rest = arguments[0], arguments[1:]
+    both = _train_arguments(module, load_recipe(recipe))
+    parsed = _parse(both, f"blockdraft {name} {recipe}", rest, module.__doc__)
+    return int(module.run(parsed.config, parsed.options))
 
 
 def _version() -> str:
@@ -114,7 +130,7 @@ def _train_arguments(module: ModuleType, config: RunConfig) -> type:
         "TrainArguments",
         [
             ("config", Annotated[RunConfig, unprefixed], dataclasses.field(default=config)),
-            ("options", Annotated[module.Options, unprefixed]),
+            ("options", Annotated[module.Options, unprefixed], dataclasses.field(default=module.Options())),
         ],
         frozen=True,
         kw_only=True,

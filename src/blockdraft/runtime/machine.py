@@ -43,8 +43,9 @@ class Finding(NamedTuple):
     fix: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.verdict:<5} {self.check}: {self.result}"
-        return f"{line}; {self.fix}" if self.fix else line
+        words = f"{self.check}: {self.result}; {self.fix}" if self.fix else f"{self.check}: {self.result}"
+        # Messages of other packages bring line breaks.
+        return f"{self.verdict:<6}{' '.join(words.split())}"
 
 
 def machine_findings() -> Iterator[Finding]:

@@ -24,7 +24,8 @@ from blockdraft.training.head_loss import even_chunk
 
 GIB = 2**30
 HOST = "host"
-BYTES = {"bfloat16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float32": 4, "float8": 2}
+"""Of a number of the target's states and the drafter's weights; a float8 target hands out bfloat16."""
 
 
 class Sizes(NamedTuple):
@@ -99,11 +100,12 @@ def _target_parts(config: RunConfig, sizes: Sizes, devices: list[str]) -> Iterab
     places = layer_devices(len(outline.layers), [torch.device(device) for device in devices])
     for number, device in enumerate(devices):
         placed = zip(outline.layers[:kept], places, strict=False)
-        weights = sum(count for count, place in placed if place == torch.device(device))
+        layers = sum(count for count, place in placed if place == torch.device(device))
         # Embedding and head lie on the first device of a replica, the final norm on the last.
-        weights += outline.embedding + outline.head if number == 0 else 0
-        weights += outline.rest if number == len(devices) - 1 else 0
-        yield Part(device, "target weights", weights * width, False)
+        others = outline.embedding + outline.head if number == 0 else 0
+        others += outline.rest if number == len(devices) - 1 else 0
+        layer_width = 1 if config.target.dtype == "float8" else width
+        yield Part(device, "target weights", layers * layer_width + others * width, False)
         yield Part(device, "target forward", forward_peak(sizes.outline, sizes.bucket, width), True)
     if any(drafter != devices[0] for drafter in config.runtime.drafters):
         yield Part(devices[0], "staging", 2 * slot_bytes(config, sizes), False)
