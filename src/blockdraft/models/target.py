@@ -26,6 +26,8 @@ from blockdraft.models.drafter import default_layer_ids
 from blockdraft.models.kernels import use_torch_on_cpu
 from blockdraft.models.packed_check import one_document_a_row, skip_packed_check
 from blockdraft.models.target_facts import find_ends, read_facts
+from blockdraft.models.target_fast_ops import Ops
+from blockdraft.models.target_pass import check_float8, choose_pass
 from blockdraft.models.target_split import find_text_model, place, replica_devices
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -46,11 +48,20 @@ class _Captured(Exception):
 class Target:
     """A loaded target. One thread uses it at a time: hooks hand each captured layer to the call in progress."""
 
-    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...] | None, num_drafter_layers: int = 5) -> None:
-        """Wraps a model that lies on its device already.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layer_ids: tuple[int, ...] | None,
+        num_drafter_layers: int = 5,
+        *,
+        ops: Ops | None = None,
+        float8: bool = False,
+    ) -> None:
+        """Wraps a model that lies on its device already; `ops` and `float8` are those of `choose_pass`.
 
         Raises:
-            ConfigError: no text model, layer list, final norm or head is found, or a layer id is out of range.
+            ConfigError: no text model, layer list, final norm or head is found, a layer id is out of range, or the
+                target cannot run in float8.
         """
         self.model = model
         model.eval()
@@ -81,6 +92,8 @@ class Target:
         self.pad_id = self.stop_ids[0] if self.stop_ids else 0
         self.ends = find_ends(model, self.layers[0], self.final_norm, values.get("final_logit_softcapping"))
         self.facts = read_facts(values, self.ends, self.num_layers)
+        self.fast, self.note = choose_pass(self.text_model, self.ends, self.layer_ids, ops=ops, float8=float8)
+        self._is_whole = True
 
     @staticmethod
     def load(
@@ -95,6 +108,9 @@ class Target:
         Raises:
             ConfigError: the path holds no model, or the model has no causal language model in it.
         """
+        is_float8 = config.dtype == "float8"
+        if is_float8:
+            check_float8(device)
         source, extra = source_of(config.path)
         extra["trust_remote_code"] = config.trust_remote_code
         try:
@@ -108,7 +124,7 @@ class Target:
             ) from error
         if Path(config.path).suffix == ".gguf":
             forget_quantization(model)
-        return Target(place(model, device), layer_ids, num_drafter_layers)
+        return Target(place(model, device), layer_ids, num_drafter_layers, float8=is_float8)
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +160,10 @@ class Target:
     @torch.no_grad()
     def capture_with_final(self, input_ids_BS: Tensor, write: Callable[[int, Tensor], None]) -> None:
         """As `capture`, but runs to the end: column C receives the final-normed hidden states, which the head reads."""
+        assert self._is_whole, "the target's last layers were dropped"
+        if self.fast is not None:
+            self.fast.run(input_ids_BS, write, with_final=True)
+            return
         self._write, self._runs_to_end = write, True
         try:
             with one_document_a_row():
@@ -151,12 +171,19 @@ class Target:
         finally:
             self._write, self._runs_to_end = None, False
 
-    @torch.no_grad()
     def capture(self, input_ids_BS: Tensor, write: Callable[[int, Tensor], None]) -> None:
         """Runs the target up to its last captured layer; `write(column, hidden_BSD)` receives each captured layer.
 
         Rows may be padded on the right: a causal target's outputs before the padding do not depend on it.
         """
+        if self.fast is not None:
+            self.fast.run(input_ids_BS, write)
+        else:
+            self.capture_plain(input_ids_BS, write)
+
+    @torch.no_grad()
+    def capture_plain(self, input_ids_BS: Tensor, write: Callable[[int, Tensor], None]) -> None:
+        """`capture` by transformers' own forward, whatever pass was chosen."""
         self._write, self._stop_early = write, True
         try:
             with one_document_a_row():
@@ -184,6 +211,7 @@ class Target:
         logits_to_keep: int = 0,
     ) -> TargetOutput:
         """One forward of the whole target that extends `cache`; `logits_to_keep` 0 keeps all positions' logits."""
+        assert self._is_whole, "the target's last layers were dropped"
         columns: list[Tensor] = []
         self._write = lambda _column, hidden_BSD: columns.append(hidden_BSD)
         try:
@@ -199,6 +227,14 @@ class Target:
             self._write = None
         return TargetOutput(output.logits, torch.cat(columns, dim=-1))
 
+    def drop_decoding(self) -> None:
+        """Frees what only decoding and final hidden states need: layers after the last captured one, and with float8
+        products the 16-bit weights beside them."""
+        self._is_whole = False
+        del self.layers[max(self.layer_ids) + 1 :]
+        if self.fast is not None:
+            self.fast.drop_decoding()
+
     def new_cache(self) -> DynamicCache:
         """An empty cache whose attention layers can be cropped, sliding-window ones included."""
         cache = DynamicCache(config=self.text_config)
@@ -210,7 +246,10 @@ class Target:
 
 
 def choose_dtype(name: str, device: str | torch.device) -> Literal["bfloat16", "float32"]:
-    """Resolves `auto`: bfloat16, but float32 on a CPU without bfloat16 instructions, which would emulate it slowly."""
+    """Resolves `auto`: bfloat16, but float32 on a CPU without bfloat16 instructions, which would emulate it slowly.
+
+    A float8 target is loaded in bfloat16.
+    """
     if name != "auto":
         return "float32" if name == "float32" else "bfloat16"
     is_slow = replica_devices(device)[0].type == "cpu" and not (
