@@ -3,15 +3,22 @@
 The model is built on torch's meta device, so counts are those of the class that will be loaded, whatever the family.
 """
 
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from blockdraft.config import ConfigError, TargetConfig
 from blockdraft.models.drafter import TargetFacts
-from blockdraft.models.target import is_causal, source_of
+from blockdraft.models.target import is_causal, source_of, stop_ids
 from blockdraft.models.target_facts import config_facts
 from blockdraft.models.target_split import find_text_model
 
@@ -27,6 +34,7 @@ class Outline(NamedTuple):
     embedding: int
     head: int
     """0 where it is the embedding."""
+    stop_ids: tuple[int, ...]
     rest: int
     """Final norm, and what is not part of the text model, such as a vision tower."""
 
@@ -60,6 +68,8 @@ def outline(config: TargetConfig) -> Outline:
             f"target.path must be a transformers model directory, a .gguf file or a hub name; {config.path!r} could "
             f"not be read: {error}"
         ) from error
+    if (Path(config.path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(config.path)
     return outline_of(model)
 
 
@@ -88,6 +98,7 @@ def outline_of(model: PreTrainedModel) -> Outline:
         layers=counts,
         embedding=embedding.numel(),
         head=head_count,
+        stop_ids=stop_ids(model),
         rest=_count(model) - sum(counts) - embedding.numel() - head_count,
     )
 

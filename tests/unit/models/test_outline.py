@@ -20,6 +20,7 @@ def test_counts_and_facts_are_those_of_the_loaded_model(name: str, tmp_path) -> 
     assert found.layers == tuple(sum(w.numel() for w in layer.parameters()) for layer in target.layers)
     # gemma3's scale lies inside its embedding, and is measured on weights.
     assert found.facts == target.facts._replace(embedding_multiplier=1.0)
+    assert found.stop_ids == target.stop_ids == (2,)
     assert found.model_class == type(target.model).__name__
 
 
