@@ -81,6 +81,11 @@ def _build(
     ]
     parameters = sum(weight.numel() for weight in drafter.parameters())
     say(f"drafter: {shape.num_layers} layers, {parameters / 1e6:.1f} M parameters, mask token {shape.mask_token_id}")
+    for index, one in enumerate(targets):
+        say(f"target {index}: {one.note}")
+        if not config.loss.needs_final_states:
+            # Held-out answers are recorded: nothing decodes from here on.
+            one.drop_decoding()
     return Built(
         loader=checked.loader,
         targets=targets,

@@ -354,7 +354,8 @@ def _say_nothing(_line: str) -> None:
 
 def resolve_dtypes(config: RunConfig) -> RunConfig:
     """The config with every `auto` data type replaced by the one the devices are good at."""
-    target = choose_dtype(config.target.dtype, config.runtime.targets[0])
+    float8 = config.target.dtype == "float8"
+    target = config.target.dtype if float8 else choose_dtype(config.target.dtype, config.runtime.targets[0])
     drafter = choose_dtype(config.drafter.dtype, config.runtime.drafters[0])
     return dataclasses.replace(
         config,
