@@ -189,7 +189,6 @@ def train(size: Size) -> dict[str, Any]:
             "compilations": None if compilations is None else sum(compilations),
             "memory": memory,
             "flat": all(found.is_flat for found in pipeline.memory.found().values()),
-            "peak_of_all": {str(d): max(m.start_up, *m.peaks) for d, m in pipeline.memory.found().items()},
             "shapes": len(pipeline.shapes),
             "deepest": deepest,
             "waits": None if waits.found is None else waits.found.calls,

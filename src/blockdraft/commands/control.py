@@ -307,7 +307,7 @@ class Control:
 
     def _say_end(self, pipeline: Pipeline) -> None:
         done = pipeline.last_step + 1
-        for line in (*pipeline.describe_sides(), *pipeline.memory.describe()):
+        for line in (*pipeline.describe_sides(), *pipeline.memory.describe(), *pipeline.waits.describe()):
             self.say(line)
         if self.protection is not None:
             self.say(f"after warm-up: {self.protection.compilations()}")
@@ -341,6 +341,7 @@ class Control:
         else:
             sums, grad_norm = item.read(self.config.drafter.block_size - 1)
             self.skips.step(item, grad_norm)
+            pipeline.waits.step(item.step + 1 - pipeline.first_step, pipeline.workers)
             if self.is_first_node:
                 with pipeline.control.span("log", item.step):
                     self.recorder.step(item, sums, grad_norm, self.skips.count, pipeline)

@@ -27,12 +27,16 @@ class Options:
     """Diagnostic: overwrite drained slots with NaN, so that features which are read too late show."""
     serial_targets: bool = False
     """Diagnostic: let one target at a time run its forward."""
+    count_waits: int = 0
+    """Diagnostic: count, over so many steps behind the twentieth, how often workers wait for a GPU."""
     trace: int = 0
     """Steps whose spans are written into the run directory, as a Chrome trace with a lane per worker."""
 
     def __post_init__(self) -> None:
         if self.trace < 0:
             raise ConfigError(f"--trace is a number of steps and must be at least 0 (no trace), got {self.trace}")
+        if self.count_waits < 0:
+            raise ConfigError(f"--count-waits is a number of steps and must be at least 0, got {self.count_waits}")
 
 
 def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
@@ -52,7 +56,12 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     if this_node() == 0:
         _check_run_dir(run_dir, config, options)
     config = _find_resume(config, run_dir)
-    diagnostics = Diagnostics(poison=options.poison, serial_targets=options.serial_targets, trace_steps=options.trace)
+    diagnostics = Diagnostics(
+        poison=options.poison,
+        serial_targets=options.serial_targets,
+        trace_steps=options.trace,
+        count_waits=options.count_waits,
+    )
     control = Control(config, run_dir, _say, diagnostics=diagnostics, stops=stops)
     try:
         return control.run()

@@ -12,6 +12,8 @@ class Diagnostics(NamedTuple):
     """One target at a time runs its forward: a fault that goes away with it is one of threads against each other."""
     trace_steps: int = 0
     """Steps of the steady state whose spans are written as a Chrome trace."""
+    count_waits: int = 0
+    """Steps over which the workers' waits for a GPU are counted, with the profiler."""
 
 
 NONE: Final = Diagnostics()

@@ -14,8 +14,8 @@ GIB = 2**30
 class DeviceMemory(NamedTuple):
     """What was seen on one device, in bytes."""
 
-    start_up: int
-    """Peak while the workers warmed up, one after the other."""
+    bound: int | None
+    """What lies there between two steps, and what each worker on it takes beside that at most; None: not known."""
     peaks: tuple[int, ...]
     """Of each 50 steps, and of what is left at the end if nothing else was seen."""
     reserved: tuple[int, ...]
@@ -29,12 +29,12 @@ class DeviceMemory(NamedTuple):
 
     def spell(self, device: torch.device) -> str:
         """A line for the log."""
-        peaks = _spread(self.peaks) if self.peaks else "not measured"
+        peaks = _spread(self.peaks) + ("" if self.bound is None else f" (at most {self.bound / GIB:.3f} expected)")
         reserved = _spread(self.reserved) if self.reserved else f"not measured: fewer than {SETTLED_STEPS} steps"
         verdict = "flat" if self.is_flat else "NOT flat"
         return (
-            f"memory of {device}: {verdict}; peak {peaks} per {WINDOW_STEPS} steps ({self.start_up / GIB:.3f} in "
-            f"warm-up), reserved {reserved} from step {SETTLED_STEPS} on, {self.retries} allocator retries"
+            f"memory of {device}: {verdict}; peak {peaks} per {WINDOW_STEPS} steps, "
+            f"reserved {reserved} from step {SETTLED_STEPS} on, {self.retries} allocator retries"
         )
 
 
@@ -45,16 +45,22 @@ class MemoryWatch:
         """Devices of all workers, repetitions allowed."""
         self.devices = sorted({device for device in devices if device.type == "cuda"}, key=str)
         self._steps = 0
-        self._start_up = dict.fromkeys(self.devices, 0)
         self._retries = dict.fromkeys(self.devices, 0)
+        self._at_rest = dict.fromkeys(self.devices, 0)
+        self._taken: dict[torch.device, list[int]] = {device: [] for device in self.devices}
         self._peaks: dict[torch.device, list[int]] = {device: [] for device in self.devices}
         self._reserved: dict[torch.device, list[int]] = {device: [] for device in self.devices}
+
+    def expect(self, device: torch.device, taken: int | None) -> None:
+        """A worker's warm-up: what it took at most beside what it keeps; None: it has no GPU, or more than one."""
+        if taken is not None:
+            self._taken[device].append(taken)
 
     def begin(self) -> None:
         """Everybody is warm."""
         for device in self.devices:
-            self._start_up[device] = torch.cuda.max_memory_allocated(device)
             self._retries[device] = _retries(device)
+            self._at_rest[device] = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
     def step(self) -> None:
@@ -76,7 +82,7 @@ class MemoryWatch:
         """What was seen so far."""
         return {
             device: DeviceMemory(
-                self._start_up[device],
+                self._at_rest[device] + sum(self._taken[device]) if self._taken[device] else None,
                 tuple(self._peaks[device] or [torch.cuda.max_memory_allocated(device)]),
                 tuple(self._reserved[device]),
                 _retries(device) - self._retries[device],

@@ -25,6 +25,7 @@ from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, step_of
 from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, TRACED, Lane, Record
 from blockdraft.runtime.transfers import pinned, to_device
+from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.warm_up import warm_up_drafter, warm_up_target
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
 from blockdraft.training.step import DrafterStep
@@ -104,6 +105,7 @@ class Pipeline:
         devices = sorted({*devices, *(step.drafter.device for step in steps)}, key=str)
         self._is_on_gpu = any(device.type == "cuda" for device in devices)
         self.memory = MemoryWatch(devices)
+        self.waits = WaitCount(diagnostics.count_waits if self._is_on_gpu else 0)
         keep = TRACED if diagnostics.trace_steps else KEPT
         self.workers = self._make_workers(cpu_threads, keep)
         self.writer, self.control = (Lane(name, torch.device("cpu"), keep) for name in ("writer", "control"))
@@ -216,7 +218,8 @@ class Pipeline:
             with self._compile_lock:
                 reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
                 first_slots = [slots[0] for slots in reached]
-                warm_up_target(worker.name, filler, first_slots, self.shapes, config, self.reports.put)
+                taken = warm_up_target(worker.name, filler, first_slots, self.shapes, config, self.reports.put)
+                self.memory.expect(worker.device, taken)
             self._begin(worker)
             while (work := self._next_work(worker, index)) is not None:
                 self.delay(worker.name, work.fill.number)
@@ -243,7 +246,8 @@ class Pipeline:
             step.timed = lambda what: worker.lane.both(what, worker.step)
             with self._compile_lock:
                 started = time.perf_counter()
-                warm_up_drafter(step, self.slots[index][0], self.loader, self._tell(worker))
+                taken = warm_up_drafter(step, self.slots[index][0], self.loader, self._tell(worker))
+                self.memory.expect(worker.device, taken)
                 if self.restore is not None:
                     self.restore(step)
                 self.reports.put(WarmedUp(worker.name, "forward, backward, update", time.perf_counter() - started))

@@ -30,11 +30,11 @@ def warm_up_target(
     shapes: Sequence[Bucket],
     config: LoaderConfig,
     tell: Callable[[WarmedUp], None],
-) -> None:
+) -> int | None:
     """Runs the target on every shape, largest first. `slots`: one of each drafter that it feeds.
 
     On a GPU also on the token budget in full, whether or not the documents fill it: so the memory of a run follows from
-    its config, and not from the lengths of its documents.
+    its config, and not from the lengths of its documents. Returns the bytes that a GPU's fill takes at most.
     """
     is_gpu = filler.device.type == "cuda"
     if is_gpu:
@@ -50,10 +50,11 @@ def warm_up_target(
         if is_gpu:
             torch.cuda.synchronize(filler.device)
         tell(WarmedUp(name, f"{bucket.batch} x {bucket.length} tokens", time.perf_counter() - started))
-    if is_gpu:
-        # As in a fill: one batch after the other, in any order.
-        both_ways = [*shapes, *reversed(shapes)]
-        _until_settled(filler.device, lambda: filler.fill(waiting[0], _padding(waiting[0], both_ways, is_gpu)))
+    if not is_gpu:
+        return None
+    # As in a fill: one batch after the other, in any order.
+    both_ways = [*shapes, *reversed(shapes)]
+    return _until_settled(filler.device, lambda: filler.fill(waiting[0], _padding(waiting[0], both_ways, is_gpu)))
 
 
 def _padding(slot: Slot, buckets: Sequence[Bucket], is_gpu: bool) -> Fill:
@@ -69,10 +70,11 @@ def _padding(slot: Slot, buckets: Sequence[Bucket], is_gpu: bool) -> Fill:
 
 def warm_up_drafter(
     step: DrafterStep, slot: Slot, loader: Loader, say: Callable[[str], None] = lambda _line: None
-) -> None:
+) -> int | None:
     """Runs a whole step on micro-batches without valid blocks at learning rate 0; checks that it changed nothing.
 
-    Where attention needs more shared memory than the GPU has, smaller tiles are tried, which is said.
+    Where attention needs more shared memory than the GPU has, smaller tiles are tried, which is said. Returns the
+    bytes that a GPU's step takes at most.
 
     Raises:
         ConfigError: no tiles are small enough.
@@ -92,8 +94,7 @@ def warm_up_drafter(
     for weight, old in zip(step.optimizer.masters.values(), before, strict=True):
         assert torch.equal(weight, old), "warm-up changed a weight"
     del before
-    if device.type == "cuda":
-        _until_settled(device, run)
+    return _until_settled(device, run) if device.type == "cuda" else None
 
 
 def _with_tiles_that_fit(step: DrafterStep, run: Callable[[], None], say: Callable[[str], None]) -> None:
@@ -135,11 +136,15 @@ def _without_blocks(config: LoaderConfig) -> MicroBatch:
     )
 
 
-def _until_settled(device: torch.device, run: Callable[[], None]) -> None:
-    """Repeats `run` until it reserves nothing more."""
+def _until_settled(device: torch.device, run: Callable[[], None]) -> int:
+    """Repeats `run` until it reserves nothing more; what the last round took beside what lay there already."""
+    taken = 0
     for _ in range(MOST_ROUNDS):
         reserved = torch.cuda.memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
         run()
         torch.cuda.synchronize(device)
+        taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         if torch.cuda.memory_reserved(device) == reserved:
-            return
+            break
+    return taken

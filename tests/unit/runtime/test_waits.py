@@ -1,0 +1,79 @@
+"""Which calls in a trace make a worker wait."""
+
+import json
+import threading
+from pathlib import Path
+
+import torch
+
+from blockdraft.runtime import waits
+from blockdraft.runtime.waits import WaitCount, count_waits, native_ids
+from blockdraft.runtime.workers import Worker
+
+NAMES = {7: "target 0", 8: "drafter 0"}
+
+
+def call(name, tid, cat="cuda_runtime"):
+    return {"name": name, "tid": tid, "cat": cat, "ph": "X"}
+
+
+def test_waiting_calls_of_workers_count_and_no_others():
+    events = [
+        call("cudaStreamSynchronize", 8),
+        call("cudaStreamSynchronize", 8),
+        call("cudaMemcpyAsync", 8),
+        call("cuMemcpyHtoDAsync_v2", 8, "cuda_driver"),
+        call("cudaLaunchKernel", 7),
+        call("cudaMalloc", 7),
+        call("cudaEventSynchronize", 1),  # control
+        call("cudaDeviceSynchronize", 7, "kernel"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert count_waits(events, NAMES) == {"drafter 0 cudaStreamSynchronize": 2, "target 0 cudaMalloc": 1}
+
+
+def test_workers_are_known_by_the_number_of_their_thread():
+    worker = Worker("loader", torch.device("cpu"), lambda _worker: None)
+    assert native_ids([worker]) == {}
+    worker.thread = threading.current_thread()
+    assert native_ids([worker]) == {threading.get_native_id(): "loader"}
+
+
+class StubProfiler:
+    """Writes one call of this thread."""
+
+    def __init__(self, activities):
+        self.running = False
+
+    def start(self):
+        self.running = True
+
+    def stop(self):
+        self.running = False
+
+    def export_chrome_trace(self, path):
+        assert not self.running
+        events = [call("cudaStreamSynchronize", threading.get_native_id())]
+        Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+def test_steps_behind_the_twentieth_are_profiled_once(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
+    worker = Worker("target 0", torch.device("cpu"), lambda _worker: None)
+    worker.thread = threading.current_thread()
+    count = WaitCount(5)
+    for step in range(1, 25):
+        count.step(step, [worker])
+    assert count.describe() == ["waits for a GPU: not counted, fewer than 25 steps"]
+    for step in range(25, 40):
+        count.step(step, [worker])
+    assert count.found == waits.Waits(5, {"target 0 cudaStreamSynchronize": 1})
+    assert count.describe() == ["waits for a GPU in 5 steps: target 0 cudaStreamSynchronize 1"]
+
+
+def test_nothing_is_profiled_unless_asked(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", None)
+    count = WaitCount(0)
+    for step in range(50):
+        count.step(step, [])
+    assert count.describe() == []
