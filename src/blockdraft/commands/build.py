@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from tqdm import tqdm
 from blockdraft.commands.checks import Checked, HeldOut, check, compare_start, say_data
 from blockdraft.config import ConfigError, RunConfig
 from blockdraft.data.loader import Loader
-from blockdraft.data.store import Store
 from blockdraft.decoding.replay import Tape, record_tapes
 from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.compiled import How
@@ -27,6 +26,9 @@ from blockdraft.runtime.memory_fit import explain_shortage, say_plan
 from blockdraft.runtime.memory_plan import MemoryPlan, Sizes
 from blockdraft.training.start import new_drafter
 from blockdraft.training.step import DrafterStep, MakeAttend
+
+if TYPE_CHECKING:
+    from blockdraft.data.store import Store
 
 PROBED = 8
 """Documents that the probe reads."""
@@ -116,7 +118,7 @@ def _near_ends(targets: list[Target], device: torch.device) -> Ends:
     return next((one.ends for one in targets if one.ends.head_weight.device == device), targets[0].ends)
 
 
-def fingerprint(store: Store) -> str:
+def fingerprint(store: "Store") -> str:
     """Of a store's documents: their lengths, and the tokens and masks of up to 64 of them."""
     digest = hashlib.sha256(store.lengths.tobytes())
     for index in np.linspace(0, len(store) - 1, min(64, len(store))).astype(np.int64):
@@ -186,7 +188,7 @@ def _tapes(config: RunConfig, target: Target, held_out: list[HeldOut]) -> dict[s
     return {one.name: list(itertools.islice(waiting, len(one.prompts))) for one in held_out}
 
 
-def probe_target(target: Target, loader: Loader, store: Store, say: Callable[[str], None]) -> None:
+def probe_target(target: Target, loader: Loader, store: "Store", say: Callable[[str], None]) -> None:
     """Runs the probe on a few documents and says how many labels are the target's own.
 
     Raises:

@@ -5,7 +5,7 @@ Each message says which flag, file or row, what was expected, what was found, an
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from blockdraft.data.conversations import Drops
 from blockdraft.data.evalsets import read_prompts, set_names
 from blockdraft.data.loader import Loader, LoaderConfig
 from blockdraft.data.packing import budget_bucket
-from blockdraft.data.store import Store, open_store
 from blockdraft.data.template import ChatTemplate, RowRefused, template_hash, tokenizer_hash
 from blockdraft.models.drafter import DrafterShape, TargetFacts, derive_shape
 from blockdraft.models.formats import CONFIG, read_json, read_shape
@@ -26,6 +25,9 @@ from blockdraft.models.outline import Outline, outline
 from blockdraft.models.target import load_tokenizer, mask_token_id
 from blockdraft.runtime.devices import check_devices, check_replicas
 from blockdraft.runtime.memory_plan import Sizes
+
+if TYPE_CHECKING:
+    from blockdraft.data.store import Store
 
 
 class HeldOut(NamedTuple):
@@ -40,7 +42,7 @@ class Checked(NamedTuple):
 
     target_devices: list[list[torch.device]]
     drafter_devices: list[torch.device]
-    store: Store
+    store: "Store"
     tokenizer: PreTrainedTokenizerBase
     loader: Loader
     draft_ids: NDArray[np.int64] | None
@@ -128,18 +130,21 @@ def check_topology(config: RunConfig) -> tuple[list[list[torch.device]], list[to
     return targets, drafters
 
 
-def check_store(config: RunConfig) -> Store:
+def check_store(config: RunConfig) -> "Store":
     """The token store that the config names.
 
     Raises:
         ConfigError: none is named, or there is none.
     """
+    # Machines that only run benchmarks have no `datasets`.
+    from blockdraft.data.store import open_store
+
     if not config.data.train:
         raise ConfigError("data.train is empty; give the token store that `blockdraft prepare` wrote")
     return open_store(config.data.train)
 
 
-def check_prepared_for(config: RunConfig, store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_prepared_for(config: RunConfig, store: "Store", tokenizer: PreTrainedTokenizerBase) -> None:
     """The store was made with this target's tokenizer and chat template.
 
     Raises:
@@ -157,7 +162,7 @@ def check_prepared_for(config: RunConfig, store: Store, tokenizer: PreTrainedTok
             )
 
 
-def check_ids(config: RunConfig, store: Store, vocab_size: int) -> set[int]:
+def check_ids(config: RunConfig, store: "Store", vocab_size: int) -> set[int]:
     """Every token id of the store is a row of the target's embedding; returns the ids.
 
     Raises:

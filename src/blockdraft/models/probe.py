@@ -69,17 +69,25 @@ def probe(target: Target, samples: Sequence[Sample]) -> Agreement:
     for sample in samples:
         ids_S = sample.ids_S[:LONGEST].to(target.device)
         supervised_S = sample.supervised_S[:LONGEST].to(target.device)
-        captured_SC = target.features(ids_S[None])[0]
+        captured = target.features(ids_S[None])[0].split(target.hidden_size, dim=-1)
+        hooked = plain_states(target, ids_S)
         seen = look(target, ids_S)
-        for column, layer in enumerate(target.layer_ids):
-            state_SD = captured_SC[:, column * target.hidden_size : (column + 1) * target.hidden_size]
+        for layer, state_SD, hooked_SD in zip(target.layer_ids, captured, hooked, strict=True):
             check_state(state_SD, ids_S, layer, sample.name)
-            check_layer(state_SD, seen, layer, sample.name)
+            check_layer(hooked_SD, seen, layer, sample.name)
+            check_nearest(state_SD, seen, layer, sample.name)
         check_ends(target, seen, ids_S, sample.name)
         choice_S = seen.logits_SV[:-1].argmax(-1).to(ids_S.device)
         labels += int(supervised_S[1:].sum())
         agreeing += int(((choice_S == ids_S[1:]) & supervised_S[1:]).sum())
     return Agreement(labels, agreeing)
+
+
+def plain_states(target: Target, ids_S: Tensor) -> list[Tensor]:
+    """What the hooks capture from the target's own forward, each [S, D], whatever pass computes features."""
+    columns: list[Tensor] = []
+    target.capture_plain(ids_S[None], lambda _column, hidden_BSD: columns.append(hidden_BSD[0]))
+    return columns
 
 
 def look(target: Target, ids_S: Tensor) -> Seen:
@@ -149,6 +157,26 @@ def check_layer(state_SD: Tensor, seen: Seen, layer: int, sample: str) -> None:
         )
 
 
+def check_nearest(state_SD: Tensor, seen: Seen, layer: int, sample: str) -> None:
+    """Features of layer l, by whatever pass and in whatever products, are nearer to that layer's output than to others.
+
+    Rounding differs from pass to pass; another layer's output differs by more than any rounding.
+    """
+    # transformers puts the final norm on the last entry.
+    outputs = [*seen.states[:-1], seen.last_SD]
+    own_SD = outputs[layer + 1]
+    others = [outputs[index] for index in (layer, layer + 2) if index < len(outputs)]
+    # Of the median position: some tokens' states hardly change from layer to layer.
+    found = float(_differences(state_SD, own_SD.to(state_SD.device)).median())
+    step = min(float(_differences(other, own_SD.to(other.device)).median()) for other in others)
+    if not found <= step / 2:
+        raise ConfigError(
+            f"target layer {layer}, {sample}: expected context features near that layer's output, found them "
+            f"{found:.3g} of its length away, where the next layer is {step:.3g} away; use --target.dtype bfloat16 if "
+            "it is float8, and report the target's family"
+        )
+
+
 def check_ends(target: Target, seen: Seen, ids_S: Tensor, sample: str) -> None:
     """Embedding, head and final norm give the target's own first states and logits."""
     limit = 1e-3 if target.dtype == torch.float32 else 5e-2
@@ -172,6 +200,11 @@ def check_ends(target: Target, seen: Seen, ids_S: Tensor, sample: str) -> None:
 
 def _relative(found_SD: Tensor, expected_SD: Tensor) -> float:
     """The largest difference of a position, as a share of its expected length."""
+    return float(_differences(found_SD, expected_SD).max())
+
+
+def _differences(found_SD: Tensor, expected_SD: Tensor) -> Tensor:
+    """Of each position, as a share of its expected length, [S]."""
     found_SD, expected_SD = found_SD.float(), expected_SD.float()
     length_S = torch.linalg.vector_norm(expected_SD, dim=-1).clamp(min=1e-12)
-    return float((torch.linalg.vector_norm(found_SD - expected_SD, dim=-1) / length_S).max())
+    return torch.linalg.vector_norm(found_SD - expected_SD, dim=-1) / length_S

@@ -72,18 +72,31 @@ def test_a_text_of_one_token_may_give_one_state() -> None:
     assert probe(target, [sample([9] * 8)]).labels == 4
 
 
-def test_a_layer_off_by_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_off_by_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3", layer_ids=(1, 4))
     wrong = tiny_target("qwen3", layer_ids=(2, 4))
-    monkeypatch.setattr(target, "features", wrong.features)
+    monkeypatch.setattr(target, "capture_plain", wrong.capture_plain)
     with pytest.raises(ConfigError, match=r"target layer 1, document 7.*to equal hidden_states\[2\]"):
+        probe(target, [sample([5, 9, 77, 4, 31, 12, 8, 60])])
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_features_of_another_layer_are_refused_whatever_their_rounding(other, monkeypatch) -> None:
+    target = tiny_target("qwen3", layer_ids=(1, 4))
+    rounded = target.features
+    monkeypatch.setattr(target, "features", lambda ids: rounded(ids) * (1 + 0.05 * torch.rand(32)).repeat(2))
+    probe(target, [sample([5, 9, 77, 4, 31, 12, 8, 60])])
+    monkeypatch.setattr(target, "features", tiny_target("qwen3", layer_ids=(other, 4)).features)
+    with pytest.raises(ConfigError, match=r"target layer 1, document 7.*expected context features near"):
         probe(target, [sample([5, 9, 77, 4, 31, 12, 8, 60])])
 
 
 def test_the_last_layer_is_compared_before_the_final_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3", layer_ids=(5,))
-    captured = target.features
-    monkeypatch.setattr(target, "features", lambda ids: captured(ids) * 1.01)
+    captured = target.capture_plain
+    monkeypatch.setattr(
+        target, "capture_plain", lambda ids, write: captured(ids, lambda column, state: write(column, state * 1.01))
+    )
     with pytest.raises(ConfigError, match="to equal the input of the final norm"):
         probe(target, [sample([5, 9, 77, 4, 31, 12, 8, 60])])
 
