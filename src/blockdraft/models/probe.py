@@ -207,4 +207,5 @@ def _differences(found_SD: Tensor, expected_SD: Tensor) -> Tensor:
     """Of each position, as a share of its expected length, [S]."""
     found_SD, expected_SD = found_SD.float(), expected_SD.float()
     length_S = torch.linalg.vector_norm(expected_SD, dim=-1).clamp(min=1e-12)
-    return torch.linalg.vector_norm(found_SD - expected_SD, dim=-1) / length_S
+    shares_S: Tensor = torch.linalg.vector_norm(found_SD - expected_SD, dim=-1) / length_S
+    return shares_S
