@@ -6,6 +6,7 @@ as autograd has finished it, or as soon as it is summed over replicas, so accumu
 
 import math
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,12 @@ def lr_scale(step: int, total_steps: int, config: OptimConfig) -> float:
     return 1 - (1 - config.final_lr) * progress
 
 
+class FusedUpdate(Protocol):
+    """`optim_triton.FusedAdamW`."""
+
+    def step(self, gradients: list[Tensor], factor: Tensor, is_lost: Tensor, steps: Tensor, share: float) -> None: ...
+
+
 class MasterOptimizer:
     """AdamW, or Muon for matrices with AdamW for the rest, on float32 masters of a module's weights."""
 
@@ -48,6 +55,11 @@ class MasterOptimizer:
             for name, weight in self.weights.items():
                 weight.register_post_accumulate_grad_hook(partial(self._made, name))
         self._is_kept = False
+        device = next(iter(self.weights.values())).device
+        is_low = all(weight.dtype in (torch.bfloat16, torch.float16) for weight in self.weights.values())
+        self._is_fused = device.type == "cuda" and is_low and config.optimizer == "adamw"
+        """Whether one kernel updates everything."""
+        self._fused: FusedUpdate | None = None
         matrices = [master for master in self.masters.values() if master.dim() == 2]
         others = [master for master in self.masters.values() if master.dim() != 2]
         decay = config.weight_decay
@@ -58,19 +70,22 @@ class MasterOptimizer:
             "norms": torch.optim.AdamW(others, betas=config.betas, weight_decay=decay, fused=True),
         }
         self.peaks = {"matrices": config.lr, "norms": config.lr if config.norm_lr is None else config.norm_lr}
-        self.skipped = torch.zeros((), device=next(iter(self.weights.values())).device)
+        self.skipped = torch.zeros((), device=device)
 
     def _made(self, name: str, _weight: Tensor) -> None:
         if not self._is_kept:
             self.land([name])
 
     def keep_gradients(self) -> None:
-        """Lets the next backward leave its gradients where it makes them, in the weights' type, until they `land`."""
+        """Lets the next backward leave its gradients where it makes them, in the weights' type, until they `land`.
+
+        The fused kernel reads them there: what is not added to anything need not be written as float32 first.
+        """
         self._is_kept = self._owns_masters
 
     def land(self, names: list[str]) -> None:
         """Adds finished gradients into the masters' and frees them; where weights are masters they are there."""
-        if not self._owns_masters:
+        if not self._owns_masters or (self._is_kept and self._is_fused):
             return
         for name in names:
             weight, master = self.weights[name], self.masters[name]
@@ -92,6 +107,7 @@ class MasterOptimizer:
     def gradients(self) -> list[Tensor]:
         """The float32 gradients, in a fixed order."""
         self._is_kept = False
+        self.land(list(self.weights))
         return [self.gradient(name) for name in self.masters]
 
     @torch.no_grad()
@@ -101,10 +117,49 @@ class MasterOptimizer:
         Returns the gradient's norm before clipping. A step whose norm is not finite changes no master and no moment;
         AdamW's kernel finds that out on the device, so nothing waits for the norm. Muon has to.
         """
-        gradients = self.gradients()
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
+        gradients = [self.gradient(name) for name in self.masters] if self._is_fused else self.gradients()
+        norms = torch._foreach_norm(gradients, 2, torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         is_lost = (~torch.isfinite(norm)).float()
+        if self._is_fused:
+            self._step_fused(gradients, factor, is_lost, scale)
+        else:
+            self._step_parts(gradients, factor, is_lost, scale)
+        self.skipped += is_lost
+        return norm
+
+    def _step_fused(self, gradients: list[Tensor], factor: Tensor, is_lost: Tensor, scale: float) -> None:
+        if self._fused is None:
+            self._fused = self._build_fused()
+        steps = [state["step"] for part in self.parts.values() for state in part.state.values()]
+        torch._foreach_add_(steps, 1 - is_lost)
+        self._fused.step(gradients, factor, is_lost, steps[0], scale)
+        # Not zeroed: the next gradients are put in their place, not added.
+        self._is_kept = False
+        for weight, master in zip(self.weights.values(), self.masters.values(), strict=True):
+            weight.grad = master.grad = None
+
+    def _build_fused(self) -> "FusedUpdate":
+        # Only GPUs have Triton.
+        from blockdraft.training.optim_triton import FusedAdamW, Slot
+
+        slots: dict[int, Slot] = {}
+        for part_name, part in self.parts.items():
+            for group in part.param_groups:
+                for master in group["params"]:
+                    state = part.state[master]
+                    if not state:
+                        state["step"] = torch.zeros((), device=master.device)
+                        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                    slots[id(master)] = Slot(
+                        master, master, state["exp_avg"], state["exp_avg_sq"], self.peaks[part_name]
+                    )
+        ordered = [slots[id(self.masters[name])]._replace(weight=weight) for name, weight in self.weights.items()]
+        return FusedAdamW(ordered, self.config.betas, self.config.weight_decay)
+
+    def _step_parts(self, gradients: list[Tensor], factor: Tensor, is_lost: Tensor, scale: float) -> None:
+        torch._foreach_mul_(gradients, factor)
         for name, part in self.parts.items():
             for group in part.param_groups:
                 group["lr"] = self.peaks[name] * scale
@@ -117,9 +172,16 @@ class MasterOptimizer:
                 part.step()
         if self._owns_masters:
             torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
-        self.skipped += is_lost
         torch._foreach_zero_(gradients)
-        return norm
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Everything that `step` may have to compile, at learning rate 0; moments are as before the first step."""
+        self.step(0.0)
+        if self._is_fused:
+            self.keep_gradients()
+            self.step(0.0)
+        self.reset_moments()
 
     @torch.no_grad()
     def reset_moments(self) -> None:
@@ -154,6 +216,7 @@ class MasterOptimizer:
             self.masters[name].copy_(value)
         if self._owns_masters:
             torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
+        self._fused = None  # It has the addresses of the moments that go.
         for part_name, part in self.parts.items():
             part.state.clear()
             names = {id(master): name for name, master in self.masters.items()}

@@ -177,8 +177,9 @@ class DrafterStep:
         """
         if self.sum_gradients is not None:
             self.sum_gradients.meet()
-            if self.num_micro_batches == 0:
-                self.optimizer.keep_gradients()
+        if self.num_micro_batches == 0:
+            self.optimizer.keep_gradients()
+        if self.sum_gradients is not None:
             self.buckets.begin(self.sum_gradients)
 
     def finish(self, step: int) -> StepSums:
@@ -199,8 +200,7 @@ class DrafterStep:
 
     def rehearse(self) -> None:
         """The update at learning rate 0 after zero gradients, without a collective; leaves no trace in any counter."""
-        self.optimizer.step(0.0)
-        self.optimizer.reset_moments()
+        self.optimizer.rehearse()
         self._measured = []
         self.num_micro_batches = 0
         self.sums = zero_sums(self.num_slots, self.drafter.device)

@@ -1,0 +1,121 @@
+"""The fused update: interpreted beside torch's AdamW, and compiled for a GPU without one."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from blockdraft.training.optim import MasterOptimizer
+from unit.training.test_optim import CONFIG, gradients_for, module, push, snapshot
+
+pytest.importorskip("triton")
+from blockdraft.training import optim_triton
+from blockdraft.training.optim_triton import FusedAdamW, Slot
+
+SIZES = ((40, 48), (24,), (3, 1000))
+RATES = (0.01, 0.05, 0.01)
+
+
+def compare() -> None:
+    """Run in a process of its own, where kernels are interpreted."""
+    optim_triton.PROGRAM, optim_triton.PART = 256, 64
+    generator = torch.Generator().manual_seed(0)
+    masters = [torch.randn(size, generator=generator) for size in SIZES]
+    twins = [torch.nn.Parameter(master.clone()) for master in masters]
+    slots = [
+        Slot(master.bfloat16(), master, torch.zeros_like(master), torch.zeros_like(master), rate)
+        for master, rate in zip(masters, RATES, strict=True)
+    ]
+    fused = FusedAdamW(slots, (0.9, 0.95), 0.1)
+    groups = [{"params": [twin], "lr": rate} for twin, rate in zip(twins, RATES, strict=True)]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+    done = 0
+    for number, kind in enumerate([torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]):
+        gradients = [torch.randn(size, generator=generator).to(kind) for size in SIZES]
+        is_lost = torch.tensor(float(number == 2))
+        before = [value.clone() for slot in slots for value in slot[:4]]
+        done += number != 2
+        fused.step(gradients, torch.tensor(0.5), is_lost, torch.tensor(float(done)), 0.7)
+        after = [value for slot in slots for value in slot[:4]]
+        if number == 2:
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+            continue
+        for group, rate in zip(reference.param_groups, RATES, strict=True):
+            group["lr"] = rate * 0.7
+        for twin, gradient in zip(twins, gradients, strict=True):
+            twin.grad = gradient.float() * 0.5
+        reference.step()
+        for slot, twin in zip(slots, twins, strict=True):
+            torch.testing.assert_close(slot.master, twin.detach(), rtol=2e-6, atol=1e-7)
+            state = reference.state[twin]
+            torch.testing.assert_close(slot.mean, state["exp_avg"], rtol=2e-6, atol=1e-7)
+            torch.testing.assert_close(slot.square, state["exp_avg_sq"], rtol=2e-6, atol=1e-7)
+            # The interpreter cuts to bfloat16 where the hardware rounds.
+            torch.testing.assert_close(slot.weight.float(), slot.master, rtol=2**-7, atol=0)
+    whole_optimizer()
+    sys.stdout.write("interpreted alike\n")
+
+
+def whole_optimizer() -> None:
+    """With the kernel and without: gradients kept or added up, a lost step, a state that is restored."""
+    nets = [module(torch.bfloat16) for _ in range(3)]
+    plain, fused, restored = (MasterOptimizer(net, dataclasses.replace(CONFIG, clip=1.0)) for net in nets)
+    fused._is_fused = restored._is_fused = True
+    fused.rehearse()
+    for number in range(5):
+        if number == 3:
+            restored.load_state_tensors(snapshot(fused))
+        for optimizer, net in zip((plain, fused, restored), nets, strict=True):
+            for part in range(1 + number % 2):
+                if number % 2 == 0:
+                    optimizer.keep_gradients()
+                push(net, gradients_for(net, 10 * number + part, float("nan") if number == 2 else 3.0))
+            norm = optimizer.step(0.9)
+            assert torch.isfinite(norm) == (number != 2)
+            assert all(weight.grad is None for weight in net.parameters())
+    expected = snapshot(plain)
+    for found in (snapshot(fused), snapshot(restored)):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert int(fused.skipped) == int(plain.skipped) == 1
+
+
+def test_the_update_equals_torchs_adamw_when_interpreted():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
+    code = "from unit.training.test_optim_triton import compare; compare()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interpreted alike" in done.stdout
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_update_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(is_kept):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = optim_triton.update_kernel.arg_names
+    constants = {"BFLOAT16": True, "IS_KEPT": is_kept, "ALIGN": 8}
+    constants |= {"B": optim_triton.PROGRAM, "PART": optim_triton.PART}
+    types = {"rate_ptr": "*fp32", "scalar_ptr": "*fp32"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*i64" if name.endswith("_ptr") else "fp32")
+        for name in names
+    }
+    source = ASTSource(
+        optim_triton.update_kernel, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    options = {"num_warps": optim_triton.NUM_WARPS}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    wide = re.findall(r"(ld|st)\.global\.v4", ptx)
+    # 8 elements of a thread: 16 bytes hold 4 float32.
+    assert wide.count("ld") == 3 * 2 + (1 if is_kept else 2)
+    assert wide.count("st") == 3 * 2 + 1
+    assert not re.search(r"(ld|st)\.global\.b16", ptx)
