@@ -164,16 +164,15 @@ def check_nearest(state_SD: Tensor, seen: Seen, layer: int, sample: str) -> None
     """
     # transformers puts the final norm on the last entry.
     outputs = [*seen.states[:-1], seen.last_SD]
-    own_SD = outputs[layer + 1]
-    others = [outputs[index] for index in (layer, layer + 2) if index < len(outputs)]
+    places = [index for index in (layer, layer + 1, layer + 2) if index < len(outputs)]
     # Of the median position: some tokens' states hardly change from layer to layer.
-    found = float(_differences(state_SD, own_SD.to(state_SD.device)).median())
-    step = min(float(_differences(other, own_SD.to(other.device)).median()) for other in others)
-    if not found <= step / 2:
+    distance = {index: float(_differences(state_SD, outputs[index].to(state_SD.device)).median()) for index in places}
+    nearest = min(places, key=lambda index: distance[index])
+    if nearest != layer + 1:
         raise ConfigError(
-            f"target layer {layer}, {sample}: expected context features near that layer's output, found them "
-            f"{found:.3g} of its length away, where the next layer is {step:.3g} away; use --target.dtype bfloat16 if "
-            "it is float8, and report the target's family"
+            f"target layer {layer}, {sample}: expected context features nearest to that layer's output, found them "
+            f"{distance[layer + 1]:.3g} of its length away and {distance[nearest]:.3g} from the output of layer "
+            f"{nearest - 1}; use --target.dtype bfloat16 if it is float8, and report the target's family"
         )
 
 

@@ -121,11 +121,10 @@ def slot_bytes(config: RunConfig, sizes: Sizes) -> int:
 def forward_peak(outline: Outline, bucket: Bucket, width: int) -> int:
     """What a target's forward holds at its widest point, for each of its tokens.
 
-    In the MLP: gate, activation and up product (3 I), the layer's input, the residual and the normed input (3 D), and
-    float32 copies of the norm.
+    In the MLP of transformers' own forward: gate, activation and up product (3 I), and seven states (7 D).
     """
     facts = outline.facts
-    return bucket.batch * bucket.length * width * (3 * facts.intermediate_size + 3 * facts.hidden_size)
+    return bucket.batch * bucket.length * width * (3 * facts.intermediate_size + 7 * facts.hidden_size)
 
 
 def drafter_parameters(shape: DrafterShape) -> int:
@@ -159,26 +158,32 @@ def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Par
 
 
 def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
-    """What the drafter's step holds at its peak, beside everything that stays.
+    """What the drafter's step holds at its peak, beside everything that stays; the compiled stack's on a GPU.
 
-    kept activations: of each layer its input, the state behind the attention and the attended values (2 D + 2 F),
-        queries before and after norm and rotation (2 F), gate and up product (2 I), each of Q tokens; keys before and
-        after, and values, of K + Q tokens (3 G).
-    head chunk: the logits of one chunk of slots [M, V].
-    loss gradients: d(loss)/d(hidden) in float32, and hidden states, of N slots.
-    weight gradients: a compiled backward hands out all of them at its end, in the weights' type.
+    Kept for the backward, in numbers of the weights' type:
+        a layer: its normed input, both residual sums and the normed state before the MLP (4 D), queries before and
+            behind norm and rotation and the attended values (3 F), gate, up and their product (3 I), each of Q tokens;
+            keys before and behind norm and rotation, and values (3 G), each of K + Q tokens.
+        the last layer: slot 0 is dropped behind the attention, so only D + 3 F are of Q tokens; F + 4 D + 3 I of N.
+        beside the layers: the block's embeddings (D of Q tokens), projected features and their norm (2 D of K tokens).
+    The peak is in the loss or at the start of the backward, whichever holds more beside that:
+        loss: logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 and hidden states (D, each of N).
+        backward: hidden states (D) and the MLP's gradients (5/3 I as measured), each of N.
     """
     data, shape, width = config.data, sizes.shape, BYTES[config.drafter.dtype]
     anchors = data.num_anchors if data.num_anchors is not None else data.row_length // 4
     blocks = data.num_rows * anchors * shape.block_size
     slots = data.num_rows * anchors * (shape.block_size - 1)
     context = data.num_rows * data.row_length
+    hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = blocks * (2 * shape.hidden_size + 4 * queries + 2 * shape.intermediate_size)
-    layer += (context + blocks) * 3 * keys
-    return {
-        "kept activations": shape.num_layers * layer * width,
-        "head chunk": even_chunk(slots, config.loss.chunk_rows) * sizes.head_rows * width,
-        "loss gradients": slots * shape.hidden_size * (4 + width),
-        "weight gradients": drafter_parameters(shape) * width,
-    }
+    whole = blocks * (4 * hidden + 3 * queries + 3 * inner)
+    last = blocks * (hidden + 3 * queries) + slots * (queries + 4 * hidden + 3 * inner)
+    kept = (shape.num_layers - 1) * whole + last + shape.num_layers * (context + blocks) * 3 * keys
+    kept += blocks * hidden + context * 2 * hidden
+    chunk = even_chunk(slots, config.loss.chunk_rows) * sizes.head_rows * width
+    rows = slots * hidden * (4 + width)
+    backward = slots * hidden * width + slots * inner * width * 5 // 3
+    if backward > chunk + rows:
+        return {"kept activations": kept * width, "backward": backward}
+    return {"kept activations": kept * width, "head chunk": chunk, "loss gradients": rows}
