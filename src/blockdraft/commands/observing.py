@@ -18,6 +18,8 @@ from blockdraft.runtime.sides import Spent, spent
 
 SAMPLE_SECONDS: Final = 1.0
 """Shortest time between two lines of workers.jsonl; it grows with the run, to a thousandth of it."""
+SAMPLE_STEPS: Final = 4
+"""Fewest steps between them, unless they are slow."""
 TIMELINE_STEPS: Final = 20
 SETTLING_STEPS: Final = 10
 """Left out of a trace where the run is long enough: rings and queues fill in them."""
@@ -46,7 +48,7 @@ class Observer:
         self._trace_steps = trace_steps
         self._trace_from = max(first, min(first + SETTLING_STEPS, total - trace_steps))
         self._is_traced = trace_steps == 0
-        self._sampled_at = time.monotonic()
+        self._sampled_at, self._sampled_step = time.monotonic(), first
         self._before: dict[str, Spent] = {}
         self._step = first
 
@@ -54,7 +56,10 @@ class Observer:
         """A step, counted from 0, is done."""
         self._step = step + 1
         now = time.monotonic()
-        if now - self._sampled_at >= max(self.sample_seconds, (now - self.pipeline.started) / 1000):
+        elapsed = now - self._sampled_at
+        # Work is counted when it is over: a sample of few steps would say more about where it was cut.
+        is_whole = self._step - self._sampled_step >= SAMPLE_STEPS or elapsed >= 10 * self.sample_seconds
+        if is_whole and elapsed >= max(self.sample_seconds, (now - self.pipeline.started) / 1000):
             self._sample(now)
         # One step later: by then what the devices did for the last one has happened and was read.
         if not self._is_traced and step >= self._trace_from + self._trace_steps:
@@ -90,7 +95,7 @@ class Observer:
                 "memory_gib": memory_now(pipeline.memory.devices),
             }
         )
-        self._sampled_at, self._before = now, found
+        self._sampled_at, self._sampled_step, self._before = now, self._step, found
 
     def _shares(self, name: str, now: Spent, elapsed_s: float) -> dict[str, float]:
         before = self._before.get(name, Spent(0.0, 0.0, 0.0, 0.0, 0.0))
