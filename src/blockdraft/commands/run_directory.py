@@ -23,7 +23,8 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
     there = run_dir
     while not there.exists():
         there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    effective = os.access in os.supports_effective_ids
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK, effective_ids=effective):
         raise ConfigError(
             f"run_dir {run_dir}: expected a directory that can be written, {there} is none; choose another --run-dir"
         )

@@ -279,11 +279,11 @@ def read_state(directory: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise Damaged(f"{directory}/{STATE}: expected an object, found {type(state).__name__}")
     expected = state.pop("sha256", None)
-    if state.get("format") != FORMAT:
+    if isinstance(state.get("format"), int) and state["format"] != FORMAT:
         # Before the checksum: what another version sums up is its own affair.
         writer = state.get("versions", {}).get("blockdraft", "an unknown version")
         raise ConfigError(
-            f"{directory}: expected checkpoint format {FORMAT}, found {state.get('format')}, written by blockdraft "
+            f"{directory}: expected checkpoint format {FORMAT}, found {state['format']}, written by blockdraft "
             f"{writer}; go on with that version, or start a new run in another --run-dir"
         )
     if expected != _state_sum(state):

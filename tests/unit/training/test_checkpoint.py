@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,17 @@ import torch
 
 from blockdraft.config import ConfigError, OptimConfig, RunConfig
 from blockdraft.training.checkpoint import (
+    Best,
+    Damaged,
     check_shape,
     contents_of,
     list_checkpoints,
     load_drafter,
     newest_checkpoint,
+    read_best,
+    record_best,
     resume_into,
+    verify,
     write_checkpoint,
 )
 from blockdraft.training.optim import MasterOptimizer
@@ -98,6 +104,86 @@ def test_a_save_that_dies_leaves_the_last_one(tmp_path, monkeypatch):
     second = save_checkpoint(tmp_path, 2, drafter, optimizer, RunConfig(), 1)
     assert list_checkpoints(tmp_path) == [second]
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "config.json", "state.json"])
+def test_a_flipped_bit_and_a_missing_file_are_found(tmp_path, name):
+    drafter, optimizer = trained()
+    directory = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2)
+    assert verify(directory)["steps_done"] == 1
+    whole = (directory / name).read_bytes()
+    for place in (0, len(whole) // 3, len(whole) - 2):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        (directory / name).write_bytes(flipped)
+        with pytest.raises(ConfigError, match=rf"{name}|expected checkpoint format"):
+            verify(directory)
+    (directory / name).write_bytes(whole[:-3])
+    with pytest.raises(Damaged, match=name):
+        verify(directory)
+    (directory / name).unlink()
+    with pytest.raises(Damaged, match=name):
+        verify(directory)
+    (directory / name).write_bytes(whole)
+    verify(directory)
+
+
+def test_a_drafter_is_not_read_from_damaged_masters(tmp_path):
+    drafter, optimizer = trained()
+    file = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2) / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(Damaged, match=r"optimizer\.safetensors: expected sha256 \w+, found \w+; the file is damaged"):
+        load_drafter(file.parent)
+
+
+def test_the_best_one_is_kept_besides_the_newest(tmp_path):
+    drafter, optimizer = trained()
+    names: list[list[str]] = []
+    for step, acceptance in ((1, 2.0), (2, 3.0), (3, 2.5), (4, float("nan")), (5, 2.9)):
+        save_checkpoint(tmp_path, step, drafter, optimizer, RunConfig(), 2)
+        assert record_best(tmp_path, Best(step, acceptance), 2) == (step in (1, 2))
+        names.append([path.name[-1] for path in list_checkpoints(tmp_path)])
+    assert names == [["1"], ["1", "2"], ["2", "3"], ["2", "3", "4"], ["2", "4", "5"]]
+    assert read_best(tmp_path) == Best(2, 3.0)
+    assert json.loads((tmp_path / "best.json").read_text())["checkpoint"] == "step_00000002"
+    # A better one takes its place, and the former best goes.
+    save_checkpoint(tmp_path, 6, drafter, optimizer, RunConfig(), 2)
+    assert record_best(tmp_path, Best(6, 3.5), 2)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["5", "6"]
+    # One that was never saved cannot be it.
+    assert not record_best(tmp_path, Best(7, 9.0), 2)
+    # Resumed from an earlier step: the best is of the run that was left behind.
+    save_checkpoint(tmp_path, 3, drafter, optimizer, RunConfig(), 2)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3"]
+    assert read_best(tmp_path) is None
+
+
+def test_a_save_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
+    drafter, optimizer = trained()
+    first = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 1)
+    before = {path.name: path.read_bytes() for path in first.iterdir()}
+    needed = contents_of(2, drafter, optimizer, RunConfig()).num_bytes()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=needed - 1))
+    with pytest.raises(
+        ConfigError, match=r"step 2 needs 0\.\d+ GiB, 0\.\d+ GiB are free; free space there, lower --keep"
+    ):
+        save_checkpoint(tmp_path, 2, drafter, optimizer, RunConfig(), 1)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=needed))
+    save_checkpoint(tmp_path, 2, drafter, optimizer, RunConfig(), 1)
+
+
+def test_what_a_killed_save_leaves_is_removed_by_the_next(tmp_path):
+    drafter, optimizer = trained()
+    save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2)
+    for kind in ("partial", "old"):
+        (tmp_path / f".step_00000009.{kind}").mkdir()
+    save_checkpoint(tmp_path, 2, drafter, optimizer, RunConfig(), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
 
 
 def test_going_on_from_an_earlier_step_keeps_the_new_checkpoints(tmp_path):

@@ -1,0 +1,179 @@
+"""Saving beside training: what is written is what was there when it was asked for."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft.config import ConfigError, OptimConfig, RunConfig
+from blockdraft.runtime import saver as module
+from blockdraft.runtime.saver import Saver, Snapshot
+from blockdraft.runtime.spans import Lane
+from blockdraft.training.checkpoint import Best, contents_of, list_checkpoints, read_best, verify
+from blockdraft.training.optim import MasterOptimizer
+from integration.tiny import tiny_drafter, tiny_target
+
+
+class Bench:
+    """A drafter that can be trained, and its saver."""
+
+    def __init__(self, root: Path, keep_last: int = 9) -> None:
+        self.drafter = tiny_drafter(tiny_target("llama"), 4, 1).bfloat16()
+        self.optimizer = MasterOptimizer(self.drafter, OptimConfig(lr=0.01))
+        self.errors: list[str] = []
+        self.lines: list[str] = []
+        self.is_stopped = False
+        self.metrics_step = 10**9
+        self.root = root
+        self.train()
+        self.saver = Saver(
+            root,
+            keep_last,
+            contents_at=lambda done: contents_of(done, self.drafter, self.optimizer, RunConfig()),
+            fail=self.errors.append,
+            tick=lambda: None,
+            check=self.check,
+            await_metrics=self.await_metrics,
+            say=self.lines.append,
+            lane=Lane("writer", torch.device("cpu")),
+        )
+        self.saver.prepare()
+
+    def train(self) -> None:
+        sum((weight.float() ** 2).sum() for weight in self.drafter.parameters()).backward()
+        self.optimizer.step(1.0)
+
+    def check(self) -> None:
+        if self.is_stopped:
+            raise ConfigError("stopped")
+
+    def await_metrics(self, steps_done: int, is_over) -> bool:
+        while self.metrics_step < steps_done and not is_over():
+            time.sleep(0.01)
+        return self.metrics_step >= steps_done
+
+    def finish(self) -> None:
+        self.saver.finish(lambda: None)
+        assert not self.saver._thread.is_alive()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds the writer back until it is opened."""
+    opened, whole = threading.Event(), module.write_checkpoint
+
+    def write(*arguments, **options):
+        assert opened.wait(10)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(module, "write_checkpoint", write)
+    return opened
+
+
+def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate):
+    bench = Bench(tmp_path)
+    bench.optimizer.skipped += 2
+    expected = {name: value.clone() for name, value in bench.optimizer.state_tensors().items()}
+    weights = {name: value.clone() for name, value in bench.drafter.state_dict().items()}
+    bench.saver.save(1)
+    bench.train()
+    bench.optimizer.skipped += 1
+    gate.set()
+    bench.finish()
+    (directory,) = list_checkpoints(tmp_path)
+    assert verify(directory)["skipped_steps"] == 2
+    found = load_file(directory / "optimizer.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    found = load_file(directory / "drafter.safetensors")
+    assert all(torch.equal(value, weights[name]) for name, value in found.items())
+    assert not all(torch.equal(value, bench.drafter.state_dict()[name]) for name, value in found.items())
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, gate):
+    bench, order = Bench(tmp_path), []
+    bench.saver.save(1)
+    second = threading.Thread(target=lambda: (bench.saver.save(2), order.append("second")))
+    second.start()
+    time.sleep(0.2)
+    order.append("opened")
+    gate.set()
+    second.join()
+    bench.finish()
+    assert order == ["opened", "second"]
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2"]
+
+
+def test_waiting_ends_when_the_run_does(tmp_path, gate):
+    bench = Bench(tmp_path)
+    bench.saver.save(1)
+    bench.is_stopped = True
+    with pytest.raises(ConfigError, match="stopped"):
+        bench.saver.save(2)
+    gate.set()
+    bench.finish()
+
+
+def test_an_error_ends_the_run_and_every_later_save(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_checkpoint", full)
+    bench.saver.save(1)
+    bench.saver.save(2)
+    bench.finish()
+    assert len(bench.errors) == 1
+    assert bench.errors == [bench.saver.error]
+    assert "saving failed in the writer:\nTraceback" in bench.saver.error
+    assert "No space left on device" in bench.saver.error
+
+
+def test_no_checkpoint_is_ahead_of_its_metrics(tmp_path):
+    bench = Bench(tmp_path)
+    bench.metrics_step = 2
+    bench.saver.save(3)
+    time.sleep(0.2)
+    assert list_checkpoints(tmp_path) == []
+    bench.metrics_step = 3
+    bench.saver.save(4)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3"]
+    bench.saver.abandon()
+    bench.finish()
+    # Step 4 never got its line: it is given up, without an error and without a trace.
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+    assert bench.errors == []
+
+
+def test_the_best_is_recorded_behind_the_saves_before_it(tmp_path, gate):
+    bench = Bench(tmp_path, keep_last=1)
+    bench.saver.save(1)
+    bench.saver.evaluated(1, 2.0)
+    gate.set()
+    bench.saver.save(2)
+    bench.saver.evaluated(2, 1.5)
+    bench.saver.save(3)
+    bench.finish()
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "3"]
+    assert read_best(tmp_path) == Best(1, 2.0)
+    assert [line for line in bench.lines if "best" in line] == [
+        "best checkpoint so far: step 1, acceptance length 2.00"
+    ]
+
+
+def test_weights_that_are_their_own_masters_are_copied_once(tmp_path):
+    drafter = tiny_drafter(tiny_target("llama"), 4, 1)
+    optimizer = MasterOptimizer(drafter, OptimConfig())
+    contents = contents_of(1, drafter, optimizer, RunConfig())
+    snapshot = Snapshot(contents)
+    assert sum(room.numel() for room in snapshot.room.values()) == 1 + sum(
+        tensor.numel() for tensor in contents.moments.values()
+    )
+    copy = snapshot.take(contents)
+    assert copy.weights["fc.weight"].data_ptr() == copy.moments["master.fc.weight"].data_ptr()
+    assert copy.weights["fc.weight"].data_ptr() != drafter.fc.weight.data_ptr()
+    assert torch.equal(copy.weights["fc.weight"], drafter.fc.weight)
