@@ -206,6 +206,7 @@ def alone(loader: Loader, target: Target, step: DrafterStep, total_steps: int, m
                     filler.fill(slot, fill)
                 else:
                     for one in fill.passes:
+                        step.begin_sum()
                         step.micro_batch(slot.features_RTC, to_device(one, device), one.denominator)
                     step.finish(total_steps - 1)
             if device.type == "cuda":

@@ -50,8 +50,9 @@ class GradientBuckets:
         behind those that are registered already.
         """
         self._gradient, self._landed = gradient, landed
-        self._buckets = list(cut(list(reversed(weights)), weights))
-        self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket}
+        self.layout = list(cut(list(reversed(weights)), weights))
+        """Names of the weights of each bucket, in the order of the sums."""
+        self._bucket_of = {name: index for index, bucket in enumerate(self.layout) for name in bucket}
         self._missing: list[int] = []
         self.num_started = 0
         """Buckets of this step's sum that were started so far."""
@@ -59,12 +60,9 @@ class GradientBuckets:
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(partial(self._made, name))
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     def begin(self, total: SumGradients) -> None:
         """From now on a gradient that is made is final: the backward of a step's last micro-batch follows."""
-        self._missing = [len(bucket) for bucket in self._buckets]
+        self._missing = [len(bucket) for bucket in self.layout]
         self.num_started = 0
         self._sum = total
 
@@ -75,23 +73,23 @@ class GradientBuckets:
     def announce(self, name: str) -> None:
         """Says that this weight's gradient is final; starts the sums that waited for it."""
         self._missing[self._bucket_of[name]] -= 1
-        while self.num_started < len(self._buckets) and self._missing[self.num_started] == 0:
+        while self.num_started < len(self.layout) and self._missing[self.num_started] == 0:
             self._start()
 
     def _start(self) -> None:
         assert self._sum is not None
-        bucket = self._buckets[self.num_started]
+        bucket = self.layout[self.num_started]
         self.num_started += 1
         self._sum.start([self._gradient(name) for name in bucket])
 
     def finish(self, counts: Tensor) -> None:
         """Starts what is left, `counts` after it, and waits for every sum, oldest first."""
         assert self._sum is not None, "a sum that was not begun"
-        while self.num_started < len(self._buckets):
+        while self.num_started < len(self.layout):
             self._start()
         total, self._sum = self._sum, None
         total.start([counts])
-        for bucket in self._buckets:
+        for bucket in self.layout:
             total.wait()
             self._landed(bucket)
         total.wait()

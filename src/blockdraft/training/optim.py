@@ -110,6 +110,12 @@ class MasterOptimizer:
         self.land(list(self.weights))
         return [self.gradient(name) for name in self.masters]
 
+    def forget_gradients(self) -> None:
+        """Frees every gradient; the next ones are a new step's."""
+        self._is_kept = False
+        for weight, master in zip(self.weights.values(), self.masters.values(), strict=True):
+            weight.grad = master.grad = None
+
     @torch.no_grad()
     def step(self, scale: float) -> Tensor:
         """Clips, updates the masters at `scale` of the peak learning rate, copies them into the weights.
@@ -136,9 +142,7 @@ class MasterOptimizer:
         torch._foreach_add_(steps, 1 - is_lost)
         self._fused.step(gradients, factor, is_lost, steps[0], scale)
         # Not zeroed: the next gradients are put in their place, not added.
-        self._is_kept = False
-        for weight, master in zip(self.weights.values(), self.masters.values(), strict=True):
-            weight.grad = master.grad = None
+        self.forget_gradients()
 
     def _build_fused(self) -> "FusedUpdate":
         # Only GPUs have Triton.

@@ -166,8 +166,10 @@ class DrafterStep:
     def join(self, total: SumGradients) -> None:
         """From now on one of several replicas. Sums every bucket once, so that what carries them is set up and warm."""
         self.sum_gradients = total
+        self.optimizer.keep_gradients()
         self.buckets.begin(total)
         self.buckets.finish(torch.zeros_like(flatten_sums(self.sums)))
+        self.optimizer.forget_gradients()
 
     def begin_sum(self) -> None:
         """Before a step's last micro-batch: meets the other replicas; sums then run beside the backward.
