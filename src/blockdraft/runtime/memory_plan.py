@@ -144,7 +144,9 @@ def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Par
         yield Part(device, "masters", count * 4, False)
     # Muon keeps one moment of a matrix, AdamW two; norms are too small to tell.
     yield Part(device, "moments", count * 4 * (1 if config.optim.optimizer == "muon" else 2), False)
-    yield Part(device, "gradients", count * 4, False)
+    is_added = not _is_fused(config, device) or config.optim.accumulation > len(config.runtime.drafters)
+    # The fused update frees gradients behind each step; otherwise they stay, zeroed.
+    yield Part(device, "gradients", count * 4 if is_added else 0, _is_fused(config, device))
     is_shared = config.drafter.dtype == config.target.dtype and any(
         name.split("+")[0] == device for name in config.runtime.targets
     )
@@ -157,6 +159,11 @@ def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Par
         yield Part(device, name, size, True)
 
 
+def _is_fused(config: RunConfig, device: str) -> bool:
+    """Whether one kernel updates all weights, which reads the gradients of a step's only micro-batch as they are."""
+    return device.startswith("cuda") and config.drafter.dtype == "bfloat16" and config.optim.optimizer == "adamw"
+
+
 def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     """What the drafter's step holds at its peak, beside everything that stays; the compiled stack's on a GPU.
 
@@ -166,9 +173,11 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
             keys before and behind norm and rotation, and values (3 G), each of K + Q tokens.
         the last layer: slot 0 is dropped behind the attention, so only D + 3 F are of Q tokens; F + 4 D + 3 I of N.
         beside the layers: the block's embeddings (D of Q tokens), projected features and their norm (2 D of K tokens).
-    The peak is in the loss or at the start of the backward, whichever holds more beside that:
-        loss: logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 and hidden states (D, each of N).
-        backward: hidden states (D) and the MLP's gradients (5/3 I as measured), each of N.
+    The peak is in the loss, at the start of the backward, or at its end, whichever holds most:
+        loss: beside what is kept, the logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 and hidden
+            states (D, each of N).
+        start: beside what is kept, hidden states (D) and the MLP's gradients (5/3 I as measured), each of N.
+        end: the gradient of every weight in the weights' type, and of the block's states (2 D of Q tokens).
     """
     data, shape, width = config.data, sizes.shape, BYTES[config.drafter.dtype]
     anchors = data.num_anchors if data.num_anchors is not None else data.row_length // 4
@@ -184,6 +193,10 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     chunk = even_chunk(slots, config.loss.chunk_rows) * sizes.head_rows * width
     rows = slots * hidden * (4 + width)
     backward = slots * hidden * width + slots * inner * width * 5 // 3
-    if backward > chunk + rows:
-        return {"kept activations": kept * width, "backward": backward}
-    return {"kept activations": kept * width, "head chunk": chunk, "loss gradients": rows}
+    end = (drafter_parameters(shape) + 2 * blocks * hidden) * width
+    phases: list[dict[str, int]] = [
+        {"kept activations": kept * width, "head chunk": chunk, "loss gradients": rows},
+        {"kept activations": kept * width, "backward": backward},
+        {"weight gradients": end},
+    ]
+    return max(phases, key=lambda phase: sum(phase.values()))
