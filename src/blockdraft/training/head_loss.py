@@ -84,7 +84,7 @@ class _HeadLoss(torch.autograd.Function):
             product_MV = logits_MV[: chunk.stop - start]
             torch.mm(hidden_ND[chunk], head_VD.t(), out=product_MV)
             ce_N[chunk], correct_N[chunk] = between(product_MV, label_N[chunk], finish)
-            gradient_ND[chunk] = _float32_product(product_MV, head_VD)
+            gradient_ND[chunk] = float32_product(product_MV, head_VD)
         ctx.save_for_backward(gradient_ND)
         ctx.dtype = hidden_ND.dtype
         ctx.mark_non_differentiable(correct_N)
@@ -97,7 +97,7 @@ class _HeadLoss(torch.autograd.Function):
         return scaled_ND, None, None, None, None, None
 
 
-def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+def float32_product(left: Tensor, right: Tensor) -> Tensor:
     if left.device.type == "cuda" and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())

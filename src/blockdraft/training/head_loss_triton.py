@@ -19,7 +19,7 @@ NUM_WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish(x: "Any", multiplier: "Any", softcap: "Any", HAS_SOFTCAP: tl.constexpr) -> "Any":
+def finish_logits(x: "Any", multiplier: "Any", softcap: "Any", HAS_SOFTCAP: tl.constexpr) -> "Any":
     """softcap * tanh(x * multiplier / softcap), and the slope of the cap there."""
     x = x.to(tl.float32) * multiplier
     if HAS_SOFTCAP:
@@ -55,14 +55,14 @@ def _between(
     for start in range(0, NUM_IDS, BLOCK):
         ids = start + offset
         x = tl.load(row_ptr + ids, mask=ids < NUM_IDS, other=0.0)
-        x, _ = _finish(x, multiplier, softcap, HAS_SOFTCAP)
+        x, _ = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
         x = tl.where(ids < NUM_IDS, x, -float("inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
         largest = larger
     log_sum = largest + tl.log(total)
     at_label = tl.load(row_ptr + tl.where(is_known, label, 0))
-    at_label, _ = _finish(at_label, multiplier, softcap, HAS_SOFTCAP)
+    at_label, _ = finish_logits(at_label, multiplier, softcap, HAS_SOFTCAP)
     tl.store(ce_ptr + row, tl.where(is_known, log_sum - at_label, 0.0))
     # Every thread has read the label's logit before any overwrites it.
     tl.debug_barrier()
@@ -71,7 +71,7 @@ def _between(
     for start in range(0, NUM_IDS, BLOCK):
         ids = start + offset
         x = tl.load(row_ptr + ids, mask=ids < NUM_IDS, other=0.0)
-        x, slope = _finish(x, multiplier, softcap, HAS_SOFTCAP)
+        x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
         # Of equal logits the first is the largest, as argmax has it.
         earlier += ((x == largest) & (ids < label)).to(tl.int32)
         gradient = tl.exp(x - log_sum) - tl.where(ids == label, 1.0, 0.0)

@@ -16,9 +16,10 @@ from blockdraft.models.compiled import How, RunDrafter, compile_drafter
 from blockdraft.models.drafter import Attend, Drafter, DrafterShape
 from blockdraft.models.ends import Ends
 from blockdraft.training.buckets import GradientBuckets, SumGradients
+from blockdraft.training.head_kl import choose_slot_kl
 from blockdraft.training.head_loss import choose_slot_loss
 from blockdraft.training.health import measure_health
-from blockdraft.training.loss import dpace_weights, slot_kl, target_choice, weighted_loss
+from blockdraft.training.loss import dpace_weights, target_choice, weighted_loss
 from blockdraft.training.metrics import StepSums, add_sums, flatten_sums, slot_sums, unflatten_sums, zero_sums
 from blockdraft.training.optim import MasterOptimizer, lr_scale
 
@@ -110,7 +111,7 @@ class DrafterStep:
         self.sum_gradients = sum_gradients
         self.how: How = how
         self.use_attention(make_attend)
-        self.slot_loss = choose_slot_loss(drafter.device)
+        self.slot_loss, self.slot_kl = choose_slot_loss(drafter.device), choose_slot_kl(drafter.device)
         self.optimizer = MasterOptimizer(drafter, optim)
         self.buckets = GradientBuckets(self.optimizer.weights, self.optimizer.gradient, self.optimizer.land)
         self.num_slots = drafter.shape.block_size - 1
@@ -157,7 +158,7 @@ class DrafterStep:
         """Loss and correctness of every slot when the target's own distribution, or its argmax, is what counts."""
         config, final_ND = self.loss_config, final_ND.to(self.head.head_weight.dtype)
         if config.objective == "kl":
-            found = slot_kl(drafted_ND, final_ND, self.head, config.chunk_rows)
+            found = self.slot_kl(drafted_ND, final_ND, self.head, config.chunk_rows)
             label_N = found.target_N if config.labels == "argmax" else label_N
             return found.kl_N, found.drafted_N == label_N
         choice_N = target_choice(final_ND, self.head, config.chunk_rows)
@@ -194,7 +195,8 @@ class DrafterStep:
                 self.buckets.finish(flat)
             sums = unflatten_sums(flat, self.num_slots)
         self.last_scale = lr_scale(step, self.total_steps, self.optim_config)
-        self.health, self._measured = torch.stack(self._measured), []
+        self.health = torch.stack(self._measured) if self._measured else self.health[:0]
+        self._measured = []
         self.before_update()
         with self.timed("update"):
             self.grad_norm = self.optimizer.step(self.last_scale)

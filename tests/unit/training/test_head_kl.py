@@ -1,0 +1,100 @@
+"""N rows, D width, V ids of the head."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdraft.training.head_kl import between_kl_eager, head_kl
+from blockdraft.training.loss import slot_kl
+from unit.training.test_head_loss import FINISHES, distance, problem
+
+
+def run(function, hidden_ND: Tensor, final_ND: Tensor, weight_N: Tensor, *rest) -> tuple[Tensor, ...]:
+    """Loss, choices, and the hidden states' gradient."""
+    leaf_ND = hidden_ND.clone().requires_grad_()
+    found = function(leaf_ND, final_ND, *rest)
+    loss = (found.kl_N * weight_N).sum() / weight_N.sum()
+    loss.backward()
+    assert leaf_ND.grad is not None
+    return loss.detach(), found.drafted_N, found.target_N, leaf_ND.grad
+
+
+def kl_problem(dtype: torch.dtype = torch.float32, **finish):
+    hidden_ND, _, weight_N, ends = problem(dtype, **finish)
+    final_ND = hidden_ND + torch.randn(hidden_ND.shape, generator=torch.Generator().manual_seed(3)).to(dtype) * 0.5
+    return hidden_ND, final_ND, weight_N, ends
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+@pytest.mark.parametrize("finish", FINISHES, ids=str)
+def test_equals_the_reference_in_float32(finish, chunk_rows):
+    *inputs, ends = kl_problem(**finish)
+    expected = run(slot_kl, *inputs, ends, 11)
+    found = run(head_kl, *inputs, ends, chunk_rows, between_kl_eager)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    for mine, its in zip(found[1:3], expected[1:3], strict=True):
+        # Where a soft cap flattens two logits, rounding decides which is the larger.
+        assert int((mine != its).sum()) <= ("logit_softcap" in finish)
+    assert 0 < int((found[1] == found[2]).sum()) < len(found[1])
+    assert distance(found[3], expected[3].double()) < 1e-5
+
+
+def test_bfloat16_is_no_further_from_float64_than_the_plain_version():
+    hidden_ND, final_ND, weight_N, ends = kl_problem(torch.bfloat16)
+    exact = run(slot_kl, hidden_ND.double(), final_ND.double(), weight_N, ends.copy_to("cpu", torch.float64), 64)
+    plain = run(slot_kl, hidden_ND, final_ND, weight_N, ends, 64)
+    found = run(head_kl, hidden_ND, final_ND, weight_N, ends, 64, between_kl_eager)
+    assert distance(found[3], exact[3].double()) <= distance(plain[3], exact[3].double())
+
+
+def compare() -> None:
+    """Run in a process of its own, where kernels are interpreted."""
+    from blockdraft.training import head_kl_triton
+
+    head_kl_triton.BLOCK = 64
+    for dtype in (torch.float32, torch.bfloat16):
+        for finish in FINISHES:
+            *inputs, ends = kl_problem(dtype, **finish)
+            plain = run(head_kl, *inputs, ends, 16, between_kl_eager)
+            found = run(head_kl, *inputs, ends, 16, head_kl_triton.between_kl_triton)
+            torch.testing.assert_close(found[0], plain[0], rtol=1e-5, atol=0)
+            assert torch.equal(found[1], plain[1])
+            assert torch.equal(found[2], plain[2])
+            # Triton's interpreter cuts to bfloat16 where the hardware rounds: one unit in the last place.
+            assert distance(found[3], plain[3].double()) < (1e-5 if dtype == torch.float32 else 5e-3)
+    sys.stdout.write("interpreted alike\n")
+
+
+def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
+    code = "from unit.training.test_head_kl import compare; compare()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interpreted alike" in done.stdout
+
+
+def test_the_triton_kernel_compiles_for_a_gpu():
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from blockdraft.training import head_kl_triton
+
+    names = head_kl_triton._between_kl.arg_names
+    types = ["*bf16", "*bf16", "*fp32", "*i64", "*i64", "i32", "fp32", "fp32", "constexpr", "constexpr", "constexpr"]
+    source = ASTSource(
+        fn=head_kl_triton._between_kl,
+        signature=dict(zip(names, types, strict=True)),
+        constexprs={(8,): 151936, (9,): True, (10,): head_kl_triton.BLOCK},
+        attrs={(index,): [["tt.divisibility", 16]] for index in range(6)},
+    )
+    options = {"num_warps": head_kl_triton.NUM_WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["ptx"].count("ld.global.v4") >= 4
