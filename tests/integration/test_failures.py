@@ -105,10 +105,7 @@ def test_an_error_during_warm_up(files, tmp_path, monkeypatch, who):
     def fail(*_arguments: object, **_options: object) -> None:
         raise Broken("no memory left")
 
-    if who == "target":
-        monkeypatch.setattr(Target, "capture", fail)
-    else:
-        monkeypatch.setattr(pipeline, "warm_up_drafter", fail)
+    monkeypatch.setattr(pipeline, f"warm_up_{who}", fail)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=rf"{who} 0 on cpu died before its first step:[\s\S]*Broken: no memory left"):
         run_control(tiny_config(files, tmp_path))
@@ -200,7 +197,7 @@ def test_data_without_any_anchor_are_refused(tmp_path):
         ({"loss": {"gamma": 0.0}}, r"loss\.gamma must be above 0"),
         ({"data": {"train": ""}}, r"data\.train is empty"),
         ({"data": {"target_tokens": 32}}, r"data\.target_tokens must be at least data\.row_length \(64\), got 32"),
-        ({"drafter": {"target_layer_ids": (1, 9)}}, r"target_layer_ids must lie in 0\.\.5"),
+        ({"drafter": {"target_layer_ids": (1, 9)}}, r"target_layer_ids must be rising layer numbers in 0\.\.5"),
         ({"drafter": {"mask_token_id": 300}}, r"mask_token_id must lie in the target's embedding \(0\.\.299\)"),
         ({"drafter": {"window": 2, "window_layers": (0,)}}, r"drafter\.window must be at least drafter\.block_size"),
     ],

@@ -51,10 +51,9 @@ class MemoryWatch:
         self._peaks: dict[torch.device, list[int]] = {device: [] for device in self.devices}
         self._reserved: dict[torch.device, list[int]] = {device: [] for device in self.devices}
 
-    def expect(self, device: torch.device, taken: int | None) -> None:
-        """A worker's warm-up: what it took at most beside what it keeps; None: it has no GPU, or more than one."""
-        if taken is not None:
-            self._taken[device].append(taken)
+    def expect(self, device: torch.device, taken: int) -> None:
+        """A worker's warm-up: what it took at most beside what it keeps."""
+        self._taken[device].append(taken)
 
     def begin(self) -> None:
         """Everybody is warm."""

@@ -26,7 +26,7 @@ from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, 
 from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, TRACED, Lane, Record
 from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.waits import WaitCount
-from blockdraft.runtime.warm_up import warm_up_drafter, warm_up_target
+from blockdraft.runtime.warm_up import Settle, Turns, warm_up_drafter, warm_up_target
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
 from blockdraft.training.step import DrafterStep
 
@@ -92,7 +92,7 @@ class Pipeline:
         self.crew = Crew(self.channel)
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._compile_lock = threading.Lock()
+        self._turns = Turns(len(targets) + len(steps), self.channel.check)
         self._warm = threading.Semaphore(0)
         self._go = threading.Event()
         self._stop_wanted = False
@@ -178,6 +178,10 @@ class Pipeline:
 
     # Bodies, each in its own thread
 
+    def _settle(self, worker: Worker, settle: Settle | None) -> None:
+        if settle is not None:
+            self.memory.expect(worker.device, self._turns.settle(settle))
+
     def _begin(self, worker: Worker) -> None:
         worker.lane.begin()
         worker.warm = True
@@ -215,11 +219,11 @@ class Pipeline:
                 clock=worker.clock,
                 lane=worker.lane,
             )
-            with self._compile_lock:
+            with self._turns.compiling():
                 reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
                 first_slots = [slots[0] for slots in reached]
-                taken = warm_up_target(worker.name, filler, first_slots, self.shapes, config, self.reports.put)
-                self.memory.expect(worker.device, taken)
+                settle = warm_up_target(worker.name, filler, first_slots, self.shapes, config, self.reports.put)
+            self._settle(worker, settle)
             self._begin(worker)
             while (work := self._next_work(worker, index)) is not None:
                 self.delay(worker.name, work.fill.number)
@@ -244,13 +248,13 @@ class Pipeline:
         def body(worker: Worker) -> None:
             step = self.steps[index]
             step.timed = lambda what: worker.lane.both(what, worker.step)
-            with self._compile_lock:
+            with self._turns.compiling():
                 started = time.perf_counter()
-                taken = warm_up_drafter(step, self.slots[index][0], self.loader, self._tell(worker))
-                self.memory.expect(worker.device, taken)
-                if self.restore is not None:
-                    self.restore(step)
+                settle = warm_up_drafter(step, self.slots[index][0], self.loader, self._tell(worker))
                 self.reports.put(WarmedUp(worker.name, "forward, backward, update", time.perf_counter() - started))
+            self._settle(worker, settle)
+            if self.restore is not None:
+                self.restore(step)
             self._begin(worker)
             if self.world is not None:
                 self.channel.meet()

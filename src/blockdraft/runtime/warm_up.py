@@ -1,12 +1,15 @@
 """What a worker runs before the steady state: every shape that it will meet, in its own thread and its own modes.
 
-On a GPU the rounds go on until one of them reserves no memory: from then on none is needed that is not there.
+First everybody compiles, one after the other. Then, on GPUs, what compiling has left in the allocator's hands goes, and
+everybody repeats its work until that reserves no memory: from then on none is needed that is not there.
 
 R rows, T tokens of a row, A anchors, S drafted slots; B documents and P tokens of a target batch.
 """
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,8 +22,40 @@ from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.training.step import DrafterStep
 
+Settle = Callable[[], int]
+"""Repeats a worker's work until it reserves nothing more; the bytes that it takes at most beside what it keeps."""
 MOST_ROUNDS = 5
 """The allocator settles in two or three; what still grows then is said by the run's own count."""
+
+
+class Turns:
+    """One worker at a time, and nobody settles before all have compiled."""
+
+    def __init__(self, number: int, check: Callable[[], None]) -> None:
+        """`check` raises when the run is ending."""
+        self._number, self._check = number, check
+        self._lock = threading.Lock()
+        self._num_compiled = 0
+        self._is_emptied = False
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """This worker's turn to compile all that it will run."""
+        with self._lock:
+            yield
+            self._num_compiled += 1
+
+    def settle(self, settle: Settle) -> int:
+        """Waits for the others, and for this worker's turn."""
+        while self._num_compiled < self._number:
+            self._check()
+            time.sleep(0.05)
+        with self._lock:
+            if not self._is_emptied:
+                # Tuning and compiling took memory that no step needs; how much depends on what was cached on disk.
+                torch.cuda.empty_cache()
+                self._is_emptied = True
+            return settle()
 
 
 def warm_up_target(
@@ -30,11 +65,11 @@ def warm_up_target(
     shapes: Sequence[Bucket],
     config: LoaderConfig,
     tell: Callable[[WarmedUp], None],
-) -> int | None:
+) -> Settle | None:
     """Runs the target on every shape, largest first. `slots`: one of each drafter that it feeds.
 
     On a GPU also on the token budget in full, whether or not the documents fill it: so the memory of a run follows from
-    its config, and not from the lengths of its documents. Returns the bytes that a GPU's fill takes at most.
+    its config, and not from the lengths of its documents. Returns what is left to do there.
     """
     is_gpu = filler.device.type == "cuda"
     if is_gpu:
@@ -54,7 +89,8 @@ def warm_up_target(
         return None
     # As in a fill: one batch after the other, in any order.
     both_ways = [*shapes, *reversed(shapes)]
-    return _until_settled(filler.device, lambda: filler.fill(waiting[0], _padding(waiting[0], both_ways, is_gpu)))
+    fill = _padding(waiting[0], both_ways, is_gpu)
+    return lambda: _until_settled(filler.device, lambda: filler.fill(waiting[0], fill))
 
 
 def _padding(slot: Slot, buckets: Sequence[Bucket], is_gpu: bool) -> Fill:
@@ -70,11 +106,11 @@ def _padding(slot: Slot, buckets: Sequence[Bucket], is_gpu: bool) -> Fill:
 
 def warm_up_drafter(
     step: DrafterStep, slot: Slot, loader: Loader, say: Callable[[str], None] = lambda _line: None
-) -> int | None:
+) -> Settle | None:
     """Runs a whole step on micro-batches without valid blocks at learning rate 0; checks that it changed nothing.
 
-    Where attention needs more shared memory than the GPU has, smaller tiles are tried, which is said. Returns the
-    bytes that a GPU's step takes at most.
+    Where attention needs more shared memory than the GPU has, smaller tiles are tried, which is said. Returns
+    what is left to do on a GPU.
 
     Raises:
         ConfigError: no tiles are small enough.
@@ -94,7 +130,7 @@ def warm_up_drafter(
     for weight, old in zip(step.optimizer.masters.values(), before, strict=True):
         assert torch.equal(weight, old), "warm-up changed a weight"
     del before
-    return _until_settled(device, run) if device.type == "cuda" else None
+    return (lambda: _until_settled(device, run)) if device.type == "cuda" else None
 
 
 def _with_tiles_that_fit(step: DrafterStep, run: Callable[[], None], say: Callable[[str], None]) -> None:

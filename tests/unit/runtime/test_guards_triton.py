@@ -30,13 +30,14 @@ pytestmark = pytest.mark.timeout(120)
 NUM_THREADS = 8
 NUM_KEYS = 6
 NUM_CONFIGS = 4
+EAGER_S = 1e-5
 
 
 @pytest.fixture(autouse=True)
 def _eager_switches():
     """Threads change places far more often than in a real run, so that races show in seconds."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(EAGER_S)
     yield
     sys.setswitchinterval(before)
 
@@ -132,16 +133,23 @@ def run_threads(number, body):
     return errors
 
 
-def hammer(tuner, num_calls):
-    """All threads call the cold tuner with all keys; return the errors of single calls."""
+def hammer(tuner, num_calls, eager_calls=None):
+    """All threads call the cold tuner with all keys; return the errors of single calls.
+
+    From `eager_calls` calls on, when everything is tuned, threads change places as in a real run: that is quicker.
+    """
     errors = []
+    sys.setswitchinterval(EAGER_S)
 
     def body(i):
-        rng = random.Random(i)
+        x = SimpleNamespace(dtype="bf16")
         for call in range(num_calls):
-            key = call if call < NUM_KEYS else rng.randrange(NUM_KEYS)
+            # The same order in every thread until all keys are tuned, then each begins elsewhere.
+            key = (call if call < NUM_KEYS else call + i) % NUM_KEYS
+            if call == eager_calls:
+                sys.setswitchinterval(0.005)
             try:
-                tuner.run(SimpleNamespace(dtype="bf16"), key, grid=(1,), warmup=False)
+                tuner.run(x, key, grid=(1,), warmup=False)
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}")
 
@@ -169,7 +177,7 @@ def test_unguarded_tuners_fail_in_most_trials(name, fla_cache):
 def test_guarded_tuners_start_cold_100_times(name, fla_cache, guarded):
     for _ in range(100):
         tuner, benchmarks = make_tuner(tuner_class_of(name, fla_cache))
-        assert hammer(tuner, 200) == []
+        assert hammer(tuner, 2000, eager_calls=200) == []
         assert benchmarks["all"] == NUM_CONFIGS * NUM_KEYS
 
 
