@@ -24,6 +24,7 @@ from blockdraft.data.position import position_at
 from blockdraft.models.target import choose_dtype
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, join_world, this_node
+from blockdraft.runtime.memory_fit import compare, explain_shortage
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import Evaluated, MicroBatches, Report, WarmedUp
 from blockdraft.runtime.saver import Saver
@@ -305,9 +306,18 @@ class Control:
         """Whether a worker still runs, inside a call that nothing can interrupt."""
         return self.pipeline is not None and self.pipeline.crew.is_alive()
 
+    def explain(self, error: BaseException) -> list[str]:
+        """What is worth knowing beside an error: when memory ran out, the plan against what was reached."""
+        # Errors of workers come as text.
+        is_short = torch.OutOfMemoryError.__name__ in str(error)
+        return explain_shortage(self.config, self.built.sizes) if is_short and self.pipeline is not None else []
+
     def _say_end(self, pipeline: Pipeline) -> None:
         done = pipeline.last_step + 1
         for line in (*pipeline.describe_sides(), *pipeline.memory.describe(), *pipeline.waits.describe()):
+            self.say(line)
+        reached = {str(device): max(seen.peaks) for device, seen in pipeline.memory.found().items()}
+        for line in compare(self.built.plan, reached):
             self.say(line)
         if self.protection is not None:
             self.say(f"after warm-up: {self.protection.compilations()}")

@@ -66,7 +66,7 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     try:
         return control.run()
     except (WorkerError, Stalled, NodeLost, NonFinite) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write("\n".join([f"error: {error}", *control.explain(error)]) + "\n")
         _say_last_checkpoint(control)
         return 1
     except (StopRequested, KeyboardInterrupt) as stop:

@@ -147,7 +147,7 @@ def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Par
     is_added = not _is_fused(config, device) or config.optim.accumulation > len(config.runtime.drafters)
     # The fused update frees gradients behind each step; otherwise they stay, zeroed.
     yield Part(device, "gradients", count * 4 if is_added else 0, _is_fused(config, device))
-    is_shared = config.drafter.dtype == config.target.dtype and any(
+    is_shared = BYTES[config.target.dtype] == width and any(
         name.split("+")[0] == device for name in config.runtime.targets
     )
     ends = sizes.outline.embedding + (sizes.outline.head or 0)

@@ -1,0 +1,169 @@
+"""The memory plan: components by device, the formula against measured peaks, what does not fit, what was reached."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockdraft.commands.bench_cases import presets
+from blockdraft.config import (
+    ConfigError,
+    DataConfig,
+    DrafterConfig,
+    LossConfig,
+    OptimConfig,
+    RunConfig,
+    RuntimeConfig,
+    TargetConfig,
+)
+from blockdraft.data.packing import Bucket
+from blockdraft.models.drafter import Drafter, DrafterShape, TargetFacts
+from blockdraft.models.outline import Outline
+from blockdraft.runtime.memory_fit import compare, explain_shortage, knobs, say_plan
+from blockdraft.runtime.memory_plan import GIB, Sizes, drafter_parameters, plan_memory, spell_bytes, step_peak
+
+
+def sizes(shape: DrafterShape, layer: int = 192_946_432) -> Sizes:
+    facts = TargetFacts(
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_target_layers,
+        vocab_size=shape.vocab_size,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=shape.intermediate_size,
+        is_moe=False,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
+        embedding_multiplier=1.0,
+        logit_multiplier=1.0,
+        logit_softcap=None,
+    )
+    ends = shape.vocab_size * shape.hidden_size
+    outline = Outline("Made", facts, (layer,) * shape.num_target_layers, ends, ends, (2,), shape.hidden_size)
+    return Sizes(outline, shape, shape.vocab_size, Bucket(2, 4096), 10)
+
+
+LARGE = sizes(presets()["qwen3-8b"])
+LARGER = sizes(presets()["qwen3.6-27b"])
+DATA = DataConfig(row_length=4096, num_anchors=512)
+
+
+def config(targets: tuple[str, ...] = ("cuda:0",), drafters: tuple[str, ...] = ("cuda:0",)) -> RunConfig:
+    return RunConfig(
+        target=TargetConfig(dtype="bfloat16"),
+        drafter=DrafterConfig(dtype="bfloat16"),
+        data=DATA,
+        runtime=RuntimeConfig(targets=targets, drafters=drafters),
+    )
+
+
+@pytest.mark.parametrize(("at", "measured_gib"), [(LARGE, 6.822), (LARGER, 9.068)])
+def test_the_steps_peak_is_what_was_measured(at: Sizes, measured_gib: float) -> None:
+    # H200, torch 2.11, one compiled stack (docs/performance.md, "Memory").
+    assert sum(step_peak(config(), at).values()) / GIB == pytest.approx(measured_gib, rel=0.01)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_parameters_are_counted_as_the_module_has_them(name: str) -> None:
+    with torch.device("meta"):
+        drafter = Drafter(presets()[name])
+    assert drafter_parameters(presets()[name]) == sum(weight.numel() for weight in drafter.parameters())
+
+
+def test_what_lies_where() -> None:
+    def names(plan, device: str) -> set[str]:
+        return {part.name for part in plan.parts if part.device == device}
+
+    step = {"kept activations", "head chunk", "loss gradients"}
+    stays = {"drafter weights", "masters", "moments", "slots"}
+    shared = plan_memory(config(), LARGE)
+    assert names(shared, "cuda:0") == {"target weights", "target forward"} | stays | step
+    apart = plan_memory(config(drafters=("cuda:1",)), LARGE)
+    assert names(apart, "cuda:0") == {"target weights", "target forward", "staging"}
+    assert names(apart, "cuda:1") == {"embedding and head"} | stays | step
+    divided = plan_memory(config(targets=("cuda:0+cuda:1",), drafters=("cuda:2",)), LARGE)
+    whole = sum(part.bytes for part in apart.parts if part.name == "target weights")
+    halves = [part.bytes for part in divided.parts if part.name == "target weights"]
+    assert sum(halves) == whole and len(halves) == 2
+    # Layers 34 and 35 lie behind the last captured one.
+    assert whole == 2 * (34 * 192_946_432 + 2 * 151936 * 4096 + 4096)
+
+
+def test_what_the_objective_and_the_config_add() -> None:
+    def total(changed: RunConfig, at: Sizes = LARGE) -> int:
+        return plan_memory(changed, at).total("cuda:0")
+
+    base = config()
+    kl = replace(base, loss=LossConfig(objective="kl"))
+    # Two layers more stay, and slots have a column more.
+    assert total(kl) - total(base) == 2 * (2 * 192_946_432) + 2 * 2 * 4097 * 4096
+    assert total(replace(base, optim=OptimConfig(accumulation=4))) - total(base) == 4 * drafter_parameters(LARGE.shape)
+    deeper = replace(base, runtime=replace(base.runtime, channel_depth=4))
+    assert total(deeper) - total(base) == 2 * 2 * 4097 * 5 * 4096
+    small_head = LARGE._replace(head_rows=1000)
+    assert total(base, small_head) < total(base)
+    float8 = replace(base, target=TargetConfig(dtype="float8"))
+    assert total(base) - total(float8) == 34 * 192_946_432
+    kept = plan_memory(replace(base, runtime=replace(base.runtime, keep_features=True)), LARGE)
+    assert kept.total("host") == 10 * 2 * 4097 * 5 * 4096
+
+
+def test_small_chunks_and_small_rows_move_the_peak() -> None:
+    tight = replace(config(), loss=LossConfig(chunk_rows=128))
+    assert "backward" in step_peak(tight, LARGE)
+    few = replace(config(), data=DataConfig(row_length=256, num_anchors=16))
+    assert set(step_peak(few, LARGE)) == {"weight gradients"}
+
+
+def test_the_plan_says_totals_in_units() -> None:
+    (line,) = plan_memory(config(), LARGE).lines()
+    assert line.startswith("memory plan, cuda:0: 36.33 GiB = target weights 14.54 GiB, ")
+    assert (spell_bytes(3 * GIB), spell_bytes(2**20)) == ("3.00 GiB", "1.0 MiB")
+
+
+def test_a_knob_frees_what_it_says_and_the_largest_comes_first() -> None:
+    base = config()
+    found = knobs(base, LARGE, "cuda:0")
+    assert [knob.saved for knob in found] == sorted((knob.saved for knob in found), reverse=True)
+    saved = {knob.change: knob.saved for knob in found}
+    halved = replace(base, loss=LossConfig(chunk_rows=2048))
+    before, after = (plan_memory(one, LARGE).total("cuda:0") for one in (base, halved))
+    assert saved["--loss.chunk-rows 2048"] == before - after > GIB / 2
+    assert {"--data.num-anchors 256", "--runtime.channel-depth 1", "--drafter.num-layers 4"} <= set(saved)
+    assert any("drafter on another GPU" in change for change in saved)
+
+
+def test_a_plan_that_fits_is_said_and_no_more() -> None:
+    lines: list[str] = []
+    say_plan(config(), LARGE, lines.append, {"cuda:0": 80 * GIB})
+    assert len(lines) == 1
+
+
+def test_a_plan_that_may_not_fit_warns_with_what_helps() -> None:
+    lines: list[str] = []
+    say_plan(config(), LARGE, lines.append, {"cuda:0": 32 * GIB})
+    assert lines[1].startswith(
+        "warning: memory of cuda:0: the plan's 36.33 GiB may not fit into 32.00 GiB; what helps:"
+    )
+
+
+def test_what_cannot_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected at most 20\.00 GiB, found that the run has to keep 28\.52 GiB"):
+        say_plan(config(), LARGE, lambda _line: None, {"cuda:0": 20 * GIB})
+
+
+def test_plan_and_reached_stand_side_by_side() -> None:
+    plan = plan_memory(config(drafters=("cpu",)), LARGE)
+    planned = plan.total("cuda:0")
+    gpu, cpu = reversed(compare(plan, {"cuda:0": planned * 100 // 104}))
+    assert gpu.endswith("(+4.0% off)") and gpu.startswith("memory of cuda:0: planned")
+    assert cpu.endswith("torch counts no peak there")
+
+
+def test_running_out_of_memory_is_answered_with_the_plan() -> None:
+    lines = explain_shortage(config(("cpu",), ("cpu",)), LARGE)
+    assert lines[0].startswith("out of memory")
+    assert any(line.startswith("memory plan, cpu") for line in lines)
+    assert any(line.startswith("what helps on cpu: ") and "--data.num-anchors 256 frees" in line for line in lines)
