@@ -8,6 +8,7 @@ usage: python benchmarks/device_pair.py [--shapes qwen3-8b|qwen3.6-27b|hybrid|ti
 losses   two pairs that share a GPU each against one drafter with twice the micro-batches
 sums     time of a step without sums, with sums beside its backward, with sums after it; the sums alone
 whole    the same with the drafter compiled as `pool` has it
+steps    time of a step of one drafter, compiled both ways
 pool     target on the first GPU, drafter on the second; each side alone in the same process
 targets  two target replicas, one a GPU, against one; both start cold at once
 split    features of a target over both GPUs against the whole one's, bit for bit
@@ -23,7 +24,7 @@ from collections.abc import Callable
 import torch
 from device_run import alone, say, synchronize, tell, train
 from device_shapes import TARGETS, make_loader, make_step, make_target
-from device_sums import measure_sums
+from device_sums import Replica, Stopwatch, measure_sums
 
 from blockdraft.data.loader import Fill, Loader
 from blockdraft.models.compiled import How
@@ -110,6 +111,17 @@ def part_sums(bench: Bench) -> None:
 
 def part_whole(bench: Bench) -> None:
     time_sums(bench, bench.single, (1,))
+
+
+def part_steps(bench: Bench) -> None:
+    fill = bench.fills(1)[0]
+    width = bench.target(0).hidden_size * len(bench.target(0).layer_ids)
+    for how in (bench.single, bench.several):
+        replica = Replica(bench.step(0, how), fill, width, 1)
+        for _ in range(3):
+            replica.run("without")
+        found = [Stopwatch(bench.devices[0]).measure(lambda: replica.run("without"), 5) for _ in range(3)]  # noqa: B023
+        say(f"one drafter compiled by {how}: {' '.join(f'{ms:.2f}' for ms in found)} ms a step, update included")
 
 
 def time_sums(bench: Bench, how: How, counts: tuple[int, ...]) -> None:
@@ -260,6 +272,7 @@ PARTS = {
     "losses": part_losses,
     "sums": part_sums,
     "whole": part_whole,
+    "steps": part_steps,
     "pool": part_pool,
     "targets": part_targets,
     "split": part_split,

@@ -23,6 +23,7 @@ from device_shapes import TARGETS, make_loader, make_step, make_target
 
 from blockdraft.config import RuntimeConfig
 from blockdraft.data.loader import Loader
+from blockdraft.models.compiled import How
 from blockdraft.models.target import Target
 from blockdraft.runtime.distributed import join_world
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
@@ -66,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
     protection = Protection(say) if "cpu" not in args.targets else None
     targets = [make_target(args.shapes, device, dtype) for device in args.targets]
     count = len(args.drafters)
+    compiled: How = "stack" if count == 1 else "layer"
     steps = [
         make_step(
-            args.shapes, targets[0], device, how="stack" if args.attention == "flex" else "nothing",
+            args.shapes, targets[0], device, how=compiled if args.attention == "flex" else "nothing",
             accumulation=count, total_steps=args.steps,
         )
         for device in args.drafters

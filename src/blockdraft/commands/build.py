@@ -78,7 +78,15 @@ def _build(
     shape = derive_shape(config.drafter, target.facts, checked.mask_token)
     drafter = _first_drafter(config, shape, target.ends, checked.draft_ids)
     steps = [
-        _step(config, drafter, _near_ends(targets, device), checked.draft_ids, device, checked.total_steps)
+        _step(
+            config,
+            drafter,
+            _near_ends(targets, device),
+            checked.draft_ids,
+            device,
+            checked.total_steps,
+            is_alone=checked.loader.config.num_drafters == 1,
+        )
         for device in checked.drafter_devices
     ]
     parameters = sum(weight.numel() for weight in drafter.parameters())
@@ -143,6 +151,8 @@ def _step(
     draft_ids: NDArray[np.int64] | None,
     device: torch.device,
     total_steps: int,
+    *,
+    is_alone: bool,
 ) -> DrafterStep:
     dtype = DTYPES[choose_dtype(config.drafter.dtype, device)]
     replica = Drafter(drafter.shape)
@@ -150,7 +160,7 @@ def _step(
     replica = replica.to(device=device, dtype=dtype)
     near = ends.copy_to(device, dtype)
     head = near if draft_ids is None else near.restricted(torch.from_numpy(draft_ids))
-    make_attend, how = choose_attention(config.runtime.attention, device)
+    make_attend, how = choose_attention(config.runtime.attention, device, is_alone=is_alone)
     return DrafterStep(
         replica,
         near,
@@ -163,11 +173,15 @@ def _step(
     )
 
 
-def choose_attention(name: str, device: torch.device) -> tuple[MakeAttend, How]:
-    """Masked SDPA on a CPU; on a GPU flex_attention, compiled with the whole stack. Both unless told otherwise."""
+def choose_attention(name: str, device: torch.device, *, is_alone: bool) -> tuple[MakeAttend, How]:
+    """Masked SDPA on a CPU; on a GPU flex_attention, compiled with the whole stack. Both unless told otherwise.
+
+    A drafter that is one of several is compiled layer by layer: of one graph all gradients come at its end, where no
+    backward is left to run beside their sum.
+    """
     if name == "sdpa" or (name == "auto" and device.type == "cpu"):
         return sdpa_attend, "nothing"
-    return bare_flex_attend, "stack"
+    return bare_flex_attend, "stack" if is_alone else "layer"
 
 
 def _tapes(config: RunConfig, target: Target, held_out: list[HeldOut]) -> dict[str, list[Tape]]:

@@ -11,17 +11,19 @@ from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.blocks import block_positions
 from blockdraft.models.compiled import compile_alone, compile_drafter
 from blockdraft.models.drafter import Drafter
+from blockdraft.training import buckets
+from blockdraft.training.buckets import GradientBuckets
 from integration.tiny import tiny_drafter, tiny_target
 from unit.models.test_blocks import row
 
 
 @pytest.fixture(autouse=True)
-def eager_backend(monkeypatch):
+def backend(monkeypatch):
     """Graphs are captured as on a GPU and then run as they are: no kernel is made on the CPU."""
     torch.compiler.reset()
-    original = torch.compile
-    monkeypatch.setattr(compiled.torch, "compile", lambda function, **how: original(function, backend="eager", **how))
-    yield
+    original, chosen = torch.compile, ["eager"]
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **how: original(function, backend=chosen[0], **how))
+    yield chosen
     torch.compiler.reset()
 
 
@@ -79,6 +81,58 @@ def test_flex_attention_is_part_of_one_graph_for_any_anchors(how, options):
             wanted_RND = forward(plain, drafter, sdpa_attend, seed)
             found_RND = forward(run, drafter, bare_flex_attend, seed)
             torch.testing.assert_close(found_RND, wanted_RND, atol=1e-5, rtol=1e-4)
+
+
+class Noted:
+    """A sum of which only the start is noted."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def meet(self) -> None:
+        pass
+
+    def start(self, _bucket) -> None:
+        self.log.append("sum")
+
+    def wait(self) -> None:
+        pass
+
+    def drop(self) -> None:
+        pass
+
+
+def parts_of_backward(out: Tensor) -> list[torch.autograd.graph.Node]:
+    """The compiled pieces of the backward that begins there."""
+    seen: set[torch.autograd.graph.Node] = set()
+    waiting = [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return [node for node in seen if "CompiledFunction" in node.name()]
+
+
+@pytest.mark.parametrize("how", ["stack", "layer"])
+def test_by_layers_gradients_are_there_before_the_backward_is_over(how, backend, monkeypatch):
+    backend[0] = "aot_eager"
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    drafter = build()
+    loss = forward(compile_drafter(drafter, how), drafter, sdpa_attend, 0).square().mean()
+    parts, order = parts_of_backward(loss), []
+    for part in parts:
+        part.register_prehook(lambda _grads: order.append("part"))
+    weights = dict(drafter.named_parameters())
+    found = GradientBuckets(weights, lambda name: weights[name])
+    found.begin(Noted(order))
+    loss.backward()
+    before_last = order[: len(order) - order[::-1].index("part")]
+    # One graph for each layer, for the projection of the features, and for the final norm.
+    assert len(parts) == (1 if how == "stack" else drafter.shape.num_layers + 2)
+    # What comes last is the projection and its norm.
+    assert before_last.count("sum") == (0 if how == "stack" else len(weights) - 2)
+    assert order.count("sum") == len(weights)
 
 
 def test_leaving_anchors_out_changes_no_other_slot():
