@@ -13,11 +13,7 @@ from torch import Tensor
 from blockdraft.models.drafter import Attend, Drafter, Rotation, RunLayer
 
 How = Literal["stack", "layer", "attention", "nothing"]
-"""What becomes one graph. `attention` leaves compiling to the Attend; in the first two it is part of the graph.
-
-Of `stack` all gradients come at once, at the end of the backward; of `layer` each layer's as soon as it is through, so
-that their sum over replicas can begin.
-"""
+"""What becomes one graph. `attention` leaves compiling to the Attend; in the first two it is part of the graph."""
 
 
 class RunDrafter(Protocol):
@@ -42,11 +38,8 @@ def compile_drafter(drafter: Drafter, how: How) -> RunDrafter:
     export.
     """
     layers: list[RunLayer] = list(drafter.layers)
-    project: Callable[[Tensor], Tensor] = drafter.project
-    norm: Callable[[Tensor], Tensor] = drafter.norm
     if how == "layer":
         layers = [_compile_layer(layer) for layer in layers]
-        project, norm = _compile_one(project), _compile_one(norm)
 
     def run(
         features_RTC: Tensor,
@@ -55,9 +48,9 @@ def compile_drafter(drafter: Drafter, how: How) -> RunDrafter:
         block_position_RQ: Tensor,
         attend: Attend,
     ) -> Tensor:
-        context_RTD = project(features_RTC.to(block_RQD.dtype))
+        context_RTD = drafter.project(features_RTC.to(block_RQD.dtype))
         return drafter.run_layers(
-            layers, norm, context_RTD, context_position_RT, block_RQD, block_position_RQ, attend, drafted_only=True
+            layers, context_RTD, context_position_RT, block_RQD, block_position_RQ, attend, drafted_only=True
         )
 
     return compile_alone(run) if how == "stack" else run
@@ -73,13 +66,6 @@ def _compile_layer(layer: RunLayer) -> RunLayer:
         drop: int | None = None,
     ) -> Tensor:
         return layer(context_RTD, block_RQD, context_angles, block_angles, attend, drop)
-
-    return compile_alone(run)
-
-
-def _compile_one(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        return function(x)
 
     return compile_alone(run)
 

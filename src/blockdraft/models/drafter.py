@@ -4,7 +4,7 @@ R rows, T context tokens, Q block tokens, D width, C captured layers, H query he
 Attribute names equal the published tensor names. The drafter has no embedding and no head: both are the target's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -343,7 +343,6 @@ class Drafter(nn.Module):
         """
         return self.run_layers(
             list(self.layers),
-            self.norm,
             context_RTD,
             context_position_RT,
             block_RQD,
@@ -355,7 +354,6 @@ class Drafter(nn.Module):
     def run_layers(
         self,
         layers: Sequence[RunLayer],
-        norm: Callable[[Tensor], Tensor],
         context_RTD: Tensor,
         context_position_RT: Tensor,
         block_RQD: Tensor,
@@ -364,11 +362,11 @@ class Drafter(nn.Module):
         *,
         drafted_only: bool,
     ) -> Tensor:
-        """`forward` with its layers and its final norm given, as they are or compiled."""
+        """`forward` with its layers given, as they are or compiled."""
         shape = self.shape
         context_angles = rotation(context_position_RT, shape.head_dim, shape.rope_theta, block_RQD.dtype)
         block_angles = rotation(block_position_RQ, shape.head_dim, shape.rope_theta, block_RQD.dtype)
         for number, layer in enumerate(layers):
             drop = shape.block_size if drafted_only and number == len(layers) - 1 else None
             block_RQD = layer(context_RTD, block_RQD, context_angles, block_angles, attend, drop)
-        return norm(block_RQD)
+        return self.norm(block_RQD)  # type: ignore[no-any-return]
