@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from blockdraft.commands import train
+from blockdraft.commands import observing, train
 from blockdraft.config import ConfigError
 from blockdraft.runtime.diagnostics import Diagnostics
+from blockdraft.runtime.workers import WorkerError
 from integration.test_resume import forget_after
 from integration.tiny_run import Files, make_files, metrics, run_control, tiny_config
 
@@ -123,8 +124,6 @@ def test_a_resumed_run_goes_on_with_its_samples(files, tmp_path):
 
 
 def test_a_run_that_dies_leaves_its_last_steps(files, tmp_path):
-    from blockdraft.runtime.workers import WorkerError
-
     def delay(worker: str, number: int) -> None:
         if worker == "drafter 0" and number == 6:
             raise RuntimeError("gone")
@@ -132,6 +131,21 @@ def test_a_run_that_dies_leaves_its_last_steps(files, tmp_path):
     with pytest.raises(WorkerError):
         run_control(tiny_config(files, tmp_path), delay=delay)
     assert read(tmp_path / "timeline.json")["otherData"]["last_step"] in (6, 7)
+
+
+def test_a_full_disk_does_not_hide_why_the_run_ended(files, tmp_path, monkeypatch):
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def delay(worker: str, number: int) -> None:
+        if worker == "drafter 0" and number == 6:
+            raise RuntimeError("the first error")
+
+    lines: list[str] = []
+    monkeypatch.setattr(observing.Observer, "_write", full)
+    with pytest.raises(WorkerError, match="the first error"):
+        run_control(tiny_config(files, tmp_path), delay=delay, say=lambda _control, line: lines.append(line))
+    assert any("could not be written: [Errno 28] No space left on device" in line for line in lines)
 
 
 def test_a_number_of_steps_below_zero_is_refused():

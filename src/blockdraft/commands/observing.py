@@ -67,15 +67,19 @@ class Observer:
 
     def end(self) -> None:
         """The threads are gone: writes what is left."""
-        if self._step > self.pipeline.first_step:
-            self._sample(time.monotonic())
-        self._file.close()
-        self.pipeline.record.read_devices()
-        if not self._is_traced:
-            self._write_trace()
-        shown = last_steps(self.pipeline.record, TIMELINE_STEPS)
-        if shown is not None:
-            self._write(self.run_dir / "timeline.json", shown)
+        try:
+            if self._step > self.pipeline.first_step:
+                self._sample(time.monotonic())
+            self._file.close()
+            self.pipeline.record.read_devices()
+            if not self._is_traced:
+                self._write_trace()
+            shown = last_steps(self.pipeline.record, TIMELINE_STEPS)
+            if shown is not None:
+                self._write(self.run_dir / "timeline.json", shown)
+        except OSError as error:
+            # Often the disk that the run itself died of: its own error must be the one that is shown.
+            self.say(f"what the workers did last could not be written: {error}")
 
     def _sample(self, now: float) -> None:
         """One line: shares of the time since the last one, channel and memory as they are."""
