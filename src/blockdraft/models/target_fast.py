@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.models.ends import Ends
-from blockdraft.models.target_fast_layers import Batch, Layer, UnknownStructure, read_layer
-from blockdraft.models.target_fast_ops import Ops
+from blockdraft.models.target_fast_layers import Batch, DeltaNet, Layer, UnknownStructure, read_layer
+from blockdraft.models.target_fast_ops import Ops, Rows
 from blockdraft.models.target_split import move
 
 KNOWN_TYPES = {"full_attention", "linear_attention"}
@@ -70,13 +70,13 @@ class FastTarget:
                 _enter(layer.device)
                 hidden_ND = move(hidden_ND, layer.device)
                 update_ND = None if update_ND is None else move(update_ND, layer.device)
-                into_ND, update_ND, hidden_ND = self._step(layer, hidden_ND, update_ND, batches[layer.device])
+                hidden_ND, rows = self.ops.add_norm(hidden_ND, update_ND, layer.before_mixer, layer.quantize_mixer)
                 if index:
-                    self._write(index - 1, into_ND, length, write)
+                    self._write(index - 1, hidden_ND, length, write)
+                hidden_ND, update_ND = self._finish(layer, hidden_ND, rows, batches[layer.device])
         finally:
             _enter(self.home)
-        assert update_ND is not None
-        final_ND = hidden_ND + update_ND
+        final_ND = hidden_ND if update_ND is None else hidden_ND + update_ND
         self._write(last - 1, final_ND, length, write)
         if with_final:
             write(len(self.layer_ids), self.final_norm(final_ND).unflatten(0, (-1, length)).to(self.home))
@@ -88,19 +88,17 @@ class FastTarget:
             linear.weight.data = linear.weight.data.new_empty(0)
         self._copied.clear()
 
-    def _step(
-        self, layer: Layer, hidden_ND: Tensor, update_ND: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One layer: what it read, its second update, and the stream which that is added to."""
-        into_ND, rows = self.ops.add_norm(hidden_ND, update_ND, layer.before_mixer, layer.quantize_mixer)
-        mixed_ND = layer.mixer(rows, batch, self.ops)
-        between_ND, rows = self.ops.add_norm(into_ND, mixed_ND, layer.before_mlp, layer.quantize_mlp)
-        return into_ND, layer.mlp(rows, batch, self.ops), between_ND
+    def _finish(self, layer: Layer, hidden_ND: Tensor, rows: Rows, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """A layer from its first norm on: the stream, and the update that is still to be added to it."""
+        mixed_ND = layer.mixer(hidden_ND, rows, batch, self.ops)
+        hidden_ND, rows = self.ops.add_norm(hidden_ND, mixed_ND, layer.before_mlp, layer.quantize_mlp)
+        return hidden_ND, layer.mlp(hidden_ND, rows, batch, self.ops)
 
     def _write(self, index: int, hidden_ND: Tensor, length: int, write: Callable[[int, Tensor], None]) -> None:
         for column, wanted in enumerate(self.layer_ids):
             if wanted == index:
-                write(column, hidden_ND.unflatten(0, (-1, length)).to(self.home))
+                # A copy: the next products may add to the stream in place.
+                write(column, hidden_ND.unflatten(0, (-1, length)).to(self.home, copy=True))
 
     def batch(self, length: int, device: torch.device) -> Batch:
         """Rotary angles of positions 0..length - 1, float32, on a device."""
@@ -118,14 +116,19 @@ class FastTarget:
     def compare(self, text_model: nn.Module, input_ids_BS: Tensor, dtype: torch.dtype) -> Difference:
         """The layer that differs most from the target's own, each given what the target's own layer reads."""
         length = input_ids_BS.shape[1]
+        recurrent = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
+        for mixer in recurrent[:1]:
+            mixer.tune(self.ops)
         worst = Difference(0, 0.0, 0.0)
         seen = _streams(text_model, self.layers, input_ids_BS)
         tolerance = FLOAT8_TOLERANCE if self.float8 else TOLERANCE[dtype]
         try:
             for index, (layer, before_ND, after_ND) in enumerate(zip(self.layers, seen, seen[1:], strict=False)):
                 before_ND, after_ND = move(before_ND, layer.device), move(after_ND, layer.device)
-                _, update_ND, between_ND = self._step(layer, before_ND, None, self.batch(length, layer.device))
-                error = _distance(before_ND, after_ND, between_ND + update_ND, tolerance)
+                hidden_ND, rows = self.ops.add_norm(before_ND.clone(), None, layer.before_mixer, layer.quantize_mixer)
+                hidden_ND, update_ND = self._finish(layer, hidden_ND, rows, self.batch(length, layer.device))
+                found_ND = hidden_ND if update_ND is None else hidden_ND + update_ND
+                error = _distance(before_ND, after_ND, found_ND, tolerance)
                 # NaN is the worst of all.
                 if index == 0 or not error <= worst.error:
                     worst = Difference(index, error, tolerance)

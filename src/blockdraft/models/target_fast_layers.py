@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.models.target_fast_ops import Columns, Norm, Ops, Rows, Weight, quantized
+from blockdraft.models.target_fast_ops import TAPS, Columns, Norm, Ops, Rows, Weight, quantized
 
 LAYER_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -22,6 +22,8 @@ ATTENTION_NORMS = {"q_norm", "k_norm"}
 DELTA_PARTS = {"conv1d", "norm", "out_proj"}
 DELTA_SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 DELTA_GROUPED = ("in_proj_qkvz", "in_proj_ba")
+TUNED_TOKENS = (4, 2048)
+"""Documents and tokens of the batch that recurrent kernels choose their settings on."""
 
 
 Copied = list[nn.Linear] | None
@@ -40,17 +42,10 @@ class Batch(NamedTuple):
     sin_SR: Tensor
 
 
-class Mixer(Protocol):
-    """Mixes tokens: normed rows to the layer's first update [N, D]."""
+class Half(Protocol):
+    """Half a layer: takes normed rows and gives the update [N, D], or None where it is in the stream already."""
 
-    def __call__(self, rows: Rows, batch: Batch, ops: Ops) -> Tensor:
-        """Runs the mixer."""
-
-
-class FeedForward(Protocol):
-    """The second half of a layer: normed rows to its update [N, D]."""
-
-    def __call__(self, rows: Rows, batch: Batch, ops: Ops) -> Tensor:
+    def __call__(self, stream_ND: Tensor, rows: Rows, batch: Batch, ops: Ops) -> Tensor | None:
         """Runs it."""
 
 
@@ -69,8 +64,8 @@ class Attention:
     scale: float
     quantize: bool
 
-    def __call__(self, rows: Rows, batch: Batch, ops: Ops) -> Tensor:
-        """As Mixer."""
+    def __call__(self, stream_ND: Tensor, rows: Rows, batch: Batch, ops: Ops) -> Tensor | None:
+        """As Half."""
         mixed_NW = ops.product(rows, self.inputs)
         q_NHE = ops.rotate(mixed_NW, self.query, self.query_norm, batch.cos_SR, batch.sin_SR)
         k_NHE = ops.rotate(mixed_NW, self.key, self.key_norm, batch.cos_SR, batch.sin_SR)
@@ -80,7 +75,8 @@ class Attention:
         out_BSHE = ops.attend(
             q_NHE.unflatten(0, split), k_NHE.unflatten(0, split), v_NHE.unflatten(0, split), self.scale
         )
-        return ops.product(ops.gate_heads(out_BSHE.flatten(0, 1), mixed_NW, self.gate, self.quantize), self.output)
+        rows = ops.gate_heads(out_BSHE.flatten(0, 1), mixed_NW, self.gate, self.quantize)
+        return ops.product_onto(stream_ND, rows, self.output)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,18 +97,29 @@ class DeltaNet:
     norm: Norm
     quantize: bool
 
-    def __call__(self, rows: Rows, batch: Batch, ops: Ops) -> Tensor:
-        """As Mixer."""
+    def __call__(self, stream_ND: Tensor, rows: Rows, batch: Batch, ops: Ops) -> Tensor | None:
+        """As Half."""
         mixed_NW = ops.product(rows, self.inputs)
-        key_width = self.key.num_heads * self.key.dim
+        keys = 2 * self.key.num_heads * self.key.dim
         split = (-1, batch.length)
-        q_NHE = ops.conv(mixed_NW, self.conv_CT[:key_width], self.query, batch.length, True)
-        k_NHE = ops.conv(mixed_NW, self.conv_CT[key_width : 2 * key_width], self.key, batch.length, True)
-        v_NHE = ops.conv(mixed_NW, self.conv_CT[2 * key_width :], self.value, batch.length, False)
+        q_NHE, k_NHE = ops.conv(mixed_NW, self.conv_CT[:keys], (self.query, self.key), batch.length, True)
+        (v_NHE,) = ops.conv(mixed_NW, self.conv_CT[keys:], (self.value,), batch.length, False)
         g_NH, beta_NH = ops.decay(mixed_NW, self.beta, self.alpha, self.a_log_H, self.dt_H)
         core_BSHE = ops.delta_rule(*(part.unflatten(0, split) for part in (q_NHE, k_NHE, v_NHE, g_NH, beta_NH)))
         core_NHE = core_BSHE.flatten(0, 1)
-        return ops.product(ops.gated_norm(core_NHE, mixed_NW, self.gate, self.norm, self.quantize), self.output)
+        rows = ops.gated_norm(core_NHE, mixed_NW, self.gate, self.norm, self.quantize)
+        return ops.product_onto(stream_ND, rows, self.output)
+
+    def tune(self, ops: Ops) -> None:
+        """Lets the recurrent kernels choose their settings on a batch of a usual size.
+
+        They choose on their first call, once for any number of tokens; a check on a few tokens would decide for all.
+        """
+        if self.conv_CT.is_cuda:
+            documents, length = TUNED_TOKENS
+            sizes = (self.query, self.key, self.value, self.alpha, self.beta)
+            q, k, v, g, beta = (self.conv_CT.new_ones(documents, length, one.num_heads, one.dim) for one in sizes)
+            ops.delta_rule(q / q.shape[-1], k / k.shape[-1], v, -g[..., 0].float(), 0.5 * beta[..., 0].float())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,9 +130,9 @@ class GatedMlp:
     output: Weight
     quantize: bool
 
-    def __call__(self, rows: Rows, batch: Batch, ops: Ops) -> Tensor:
-        """As FeedForward."""
-        return ops.product(ops.swiglu(ops.product(rows, self.inputs), self.quantize), self.output)
+    def __call__(self, stream_ND: Tensor, rows: Rows, batch: Batch, ops: Ops) -> Tensor | None:
+        """As Half."""
+        return ops.product_onto(stream_ND, ops.swiglu(ops.product(rows, self.inputs), self.quantize), self.output)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +141,8 @@ class OwnModule:
 
     module: nn.Module
 
-    def __call__(self, rows: Rows, batch: Batch, ops: Ops) -> Tensor:
-        """As FeedForward."""
+    def __call__(self, stream_ND: Tensor, rows: Rows, batch: Batch, ops: Ops) -> Tensor | None:
+        """As Half."""
         found = self.module(rows.value_NK.unflatten(0, (-1, batch.length)))
         return cast(Tensor, found if isinstance(found, Tensor) else found[0]).flatten(0, 1)
 
@@ -146,9 +153,9 @@ class Layer:
 
     device: torch.device
     before_mixer: Norm
-    mixer: Mixer
+    mixer: Half
     before_mlp: Norm
-    mlp: FeedForward
+    mlp: Half
     quantize_mixer: bool
     quantize_mlp: bool
 
@@ -160,7 +167,7 @@ def read_layer(layer: nn.Module, copied: Copied) -> Layer:
         UnknownStructure: it is not built of the parts known here.
     """
     parts = dict(layer.named_children())
-    kinds: dict[str, Callable[[nn.Module, Copied], Mixer]] = {
+    kinds: dict[str, Callable[[nn.Module, Copied], Half]] = {
         "self_attn": read_attention,
         "linear_attn": read_delta_net,
     }
@@ -180,7 +187,7 @@ def read_layer(layer: nn.Module, copied: Copied) -> Layer:
     )
 
 
-def read_mlp(module: nn.Module, copied: Copied) -> tuple[FeedForward, bool]:
+def read_mlp(module: nn.Module, copied: Copied) -> tuple[Half, bool]:
     """The fused form of a gated feed-forward part, or the module itself where it is something else."""
     parts = dict(module.named_children())
     if parts.keys() != MLP_PARTS or module._parameters or not _is_silu(parts["act_fn"]):
@@ -245,8 +252,9 @@ def read_delta_net(module: nn.Module, copied: Copied) -> DeltaNet:
         raise UnknownStructure(f"{type(module).__name__} lacks one of {sorted(DELTA_PARTS)}, {sizes}")
     num_v, num_k, dim_k, dim_v = (int(values[size]) for size in sizes)
     conv = parts["conv1d"]
-    if not isinstance(conv, nn.Conv1d) or conv.bias is not None or values["activation"] not in ("silu", "swish"):
-        raise UnknownStructure(f"{type(module).__name__}: expected a convolution without bias and silu behind it")
+    is_known = isinstance(conv, nn.Conv1d) and conv.bias is None and conv.kernel_size == (TAPS,)
+    if not is_known or values["activation"] not in ("silu", "swish"):
+        raise UnknownStructure(f"{type(module).__name__}: expected a convolution of {TAPS} taps, no bias and silu")
     grouped = names == set(DELTA_GROUPED)
     layout = grouped_columns if grouped else section_columns
     query, key, value, gate, beta, alpha = layout(num_v, num_k, dim_k, dim_v)
@@ -254,7 +262,7 @@ def read_delta_net(module: nn.Module, copied: Copied) -> DeltaNet:
     return DeltaNet(
         inputs=fuse([parts[name] for name in (DELTA_GROUPED if grouped else DELTA_SPLIT)], copied),
         output=fuse([parts["out_proj"]], copied),
-        conv_CT=conv.weight.detach().squeeze(1),
+        conv_CT=cast(nn.Conv1d, conv).weight.detach().squeeze(1),
         query=query,
         key=key,
         value=value,

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
+TAPS = 4
+"""Of a Gated-DeltaNet layer's convolution."""
 L2_EPS = 1e-6
 """Under the root when queries and keys of a Gated-DeltaNet layer are normalized."""
 
@@ -59,8 +61,13 @@ class Ops(Protocol):
     def swiglu(self, gate_up_NJ: Tensor, quantize: bool) -> Rows:
         """silu(first half) * second half."""
 
-    def conv(self, mixed_NW: Tensor, weight_CT: Tensor, columns: Columns, length: int, normalize: bool) -> Tensor:
-        """Causal depthwise convolution over each document, silu, and an L2 norm of each head if asked: [N, H, E]."""
+    def conv(
+        self, mixed_NW: Tensor, weight_CT: Tensor, parts: tuple[Columns, ...], length: int, normalize: bool
+    ) -> tuple[Tensor, ...]:
+        """Causal depthwise convolution over each document, silu, and an L2 norm of each head if asked.
+
+        Of parts of equal sizes, whose channels lie one after the other in the weights: [N, H, E] each.
+        """
 
     def decay(
         self, mixed_NW: Tensor, beta: Columns, alpha: Columns, a_log_H: Tensor, dt_H: Tensor
@@ -85,6 +92,9 @@ class Ops(Protocol):
     def product(self, rows: Rows, weight: Weight) -> Tensor:
         """rows @ weight.T + bias, in the target's type."""
 
+    def product_onto(self, stream_ND: Tensor, rows: Rows, weight: Weight) -> Tensor | None:
+        """The product, or None where it has been added to the stream in place."""
+
 
 class TorchOps:
     """The reference, for CPUs and for tests."""
@@ -102,19 +112,23 @@ class TorchOps:
         gate_NJ, up_NJ = gate_up_NJ.float().chunk(2, dim=-1)
         return self._rows(nn.functional.silu(gate_NJ) * up_NJ, quantize)
 
-    def conv(self, mixed_NW: Tensor, weight_CT: Tensor, columns: Columns, length: int, normalize: bool) -> Tensor:
+    def conv(
+        self, mixed_NW: Tensor, weight_CT: Tensor, parts: tuple[Columns, ...], length: int, normalize: bool
+    ) -> tuple[Tensor, ...]:
         """As Ops."""
-        value_BSC = pick(mixed_NW, columns).float().reshape(-1, length, columns.num_heads * columns.dim)
-        taps = weight_CT.shape[1]
-        padded_BSC = nn.functional.pad(value_BSC, (0, 0, taps - 1, 0))
-        total_BSC = sum(
-            (padded_BSC[:, tap : tap + length] * weight_CT[:, tap].float() for tap in range(taps)),
-            torch.zeros_like(value_BSC),
-        )
-        out_NHE = nn.functional.silu(total_BSC).reshape(-1, columns.num_heads, columns.dim)
+        weights = weight_CT.float().chunk(len(parts))
+        found = (self._conv(mixed_NW, weight, part, length) for weight, part in zip(weights, parts, strict=True))
         if normalize:
-            out_NHE = out_NHE * torch.rsqrt(out_NHE.square().sum(-1, keepdim=True) + L2_EPS)
-        return out_NHE.to(mixed_NW.dtype)
+            found = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + L2_EPS) for part in found)
+        return tuple(part.to(self.dtype) for part in found)
+
+    def _conv(self, mixed_NW: Tensor, weight_CT: Tensor, columns: Columns, length: int) -> Tensor:
+        value_BSC = pick(mixed_NW, columns).float().reshape(-1, length, columns.num_heads * columns.dim)
+        padded_BSC = nn.functional.pad(value_BSC, (0, 0, TAPS - 1, 0))
+        total_BSC = torch.zeros_like(value_BSC)
+        for tap in range(TAPS):
+            total_BSC += padded_BSC[:, tap : tap + length] * weight_CT[:, tap]
+        return nn.functional.silu(total_BSC).reshape(-1, columns.num_heads, columns.dim)
 
     def decay(
         self, mixed_NW: Tensor, beta: Columns, alpha: Columns, a_log_H: Tensor, dt_H: Tensor
@@ -174,6 +188,10 @@ class TorchOps:
         value_MK = weight.value_MK.float() * weight.scale_M[:, None]
         bias_M = None if weight.bias_M is None else weight.bias_M.float()
         return nn.functional.linear(value_NK, value_MK, bias_M).to(self.dtype)
+
+    def product_onto(self, stream_ND: Tensor, rows: Rows, weight: Weight) -> Tensor | None:
+        """As Ops."""
+        return self.product(rows, weight)
 
     def _rows(self, value_NK: Tensor, quantize: bool) -> Rows:
         return quantized(value_NK) if quantize else Rows(value_NK.to(self.dtype), None)

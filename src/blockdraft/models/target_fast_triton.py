@@ -59,56 +59,67 @@ def _swiglu(gate_up_ptr, out_ptr, J: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_float8(gate_up_ptr, out_ptr, scale_ptr, J: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_times(gate_ptr, index, mask, J: tl.constexpr):
+    gate = tl.load(gate_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + J + index, mask=mask, other=0.0).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _swiglu_float8(gate_up_ptr, out_ptr, scale_ptr, J: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    # A row stays in registers between its maximum and its rounding: its largest power of two, and the rest.
     row = tl.program_id(0).to(tl.int64)
-    gate_ptr = gate_up_ptr + row * 2 * J
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    # Twice over the row: it is too long for registers, and the second reading comes from cache.
-    for start in range(0, J, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        mask = index < J
-        gate = tl.load(gate_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + J + index, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(gate * tl.sigmoid(gate) * up))
-    scale = tl.maximum(tl.max(largest), 1e-12) / 448.0
+    head = tl.arange(0, HEAD)
+    tail = HEAD + tl.arange(0, TAIL)
+    value = _silu_times(gate_up_ptr + row * 2 * J, head, head < J, J)
+    rest = _silu_times(gate_up_ptr + row * 2 * J, tail, tail < J, J)
+    scale = tl.maximum(tl.maximum(tl.max(tl.abs(value)), tl.max(tl.abs(rest))), 1e-12) / 448.0
     tl.store(scale_ptr + row, scale)
-    for start in range(0, J, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        mask = index < J
-        gate = tl.load(gate_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + J + index, mask=mask, other=0.0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up / scale
-        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
-        tl.store(out_ptr + row * J + index, value.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptr += row * J
+    value = tl.minimum(tl.maximum(value / scale, -448.0), 448.0)
+    rest = tl.minimum(tl.maximum(rest / scale, -448.0), 448.0)
+    tl.store(out_ptr + head, value.to(out_ptr.dtype.element_ty), mask=head < J)
+    tl.store(out_ptr + tail, rest.to(out_ptr.dtype.element_ty), mask=tail < J)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "part_stride"])
 def _conv(
-    mixed_ptr, weight_ptr, out_ptr, length, l2_eps,
+    mixed_ptr, weight_ptr, out_ptr, length, part_stride, l2_eps,
     W: tl.constexpr, H: tl.constexpr, E: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr,
+    STRIDE: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    # Down the rows of some heads, with the last three rows in registers: each row is read once.
+    first = tl.program_id(0) * ROWS
     document = tl.program_id(2).to(tl.int64)
-    step = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    entry = tl.arange(0, BLOCK_E)
-    inside = (step[:, None] < length) & (entry[None, :] < E)
-    column = OFFSET + head // GROUP * STRIDE + head % GROUP * E + entry
-    base_ptr = mixed_ptr + document * length * W
-    total = tl.zeros((ROWS, BLOCK_E), dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        source = step - (TAPS - 1) + tap
-        weight = tl.load(weight_ptr + (head * E + entry) * TAPS + tap, mask=entry < E, other=0.0).to(tl.float32)
-        value = tl.load(
-            base_ptr + source[:, None].to(tl.int64) * W + column[None, :],
-            mask=inside & (source[:, None] >= 0), other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        total += value * weight[None, :]
-    total = total * tl.sigmoid(total)
-    if NORMALIZE:
-        total = total * tl.rsqrt(tl.sum(total * total, axis=1) + l2_eps)[:, None]
-    place = ((document * length + step[:, None]) * H + head) * E + entry[None, :]
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+    index = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    entry = tl.arange(0, BLOCK_E)[None, :]
+    part, head = index // H, index % H
+    mask = (index < PARTS * H) & (entry < E)
+    column = OFFSET + part * SHIFT + head // GROUP * STRIDE + head % GROUP * E + entry
+    base_ptr = mixed_ptr + document * length * W + column
+    taps_ptr = weight_ptr + (index * E + entry) * 4
+    tap_0 = tl.load(taps_ptr, mask=mask, other=0.0).to(tl.float32)
+    tap_1 = tl.load(taps_ptr + 1, mask=mask, other=0.0).to(tl.float32)
+    tap_2 = tl.load(taps_ptr + 2, mask=mask, other=0.0).to(tl.float32)
+    tap_3 = tl.load(taps_ptr + 3, mask=mask, other=0.0).to(tl.float32)
+    before = mask & (first > 0)
+    row_0 = tl.load(base_ptr + (first - 3).to(tl.int64) * W, mask=before, other=0.0).to(tl.float32)
+    row_1 = tl.load(base_ptr + (first - 2).to(tl.int64) * W, mask=before, other=0.0).to(tl.float32)
+    row_2 = tl.load(base_ptr + (first - 1).to(tl.int64) * W, mask=before, other=0.0).to(tl.float32)
+    row_3 = tl.load(base_ptr + first.to(tl.int64) * W, mask=mask & (first < length), other=0.0).to(tl.float32)
+    out_ptr += part.to(tl.int64) * part_stride + (document * length * H + head) * E + entry
+    for turn in tl.static_range(ROWS):
+        step = (first + turn).to(tl.int64)
+        # Asked for before the store, which a later load could not overtake.
+        is_next = mask & (step + 1 < length) & (turn + 1 < ROWS)
+        ahead = tl.load(base_ptr + (step + 1) * W, mask=is_next, other=0.0)
+        total = row_0 * tap_0 + row_1 * tap_1 + row_2 * tap_2 + row_3 * tap_3
+        total = total * tl.sigmoid(total)
+        if NORMALIZE:
+            total = total * tl.rsqrt(tl.sum(total * total, axis=1) + l2_eps)[:, None]
+        tl.store(out_ptr + step * H * E, total.to(out_ptr.dtype.element_ty), mask=mask & (step < length))
+        row_0, row_1, row_2, row_3 = row_1, row_2, row_3, ahead.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -199,8 +210,9 @@ def _gate_heads(
 class TritonOps:
     """The fused operations, for GPUs."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, in_place: bool = True) -> None:
         self.dtype = dtype
+        self.in_place = in_place
 
     def add_norm(self, hidden_ND: Tensor, delta_ND: Tensor | None, norm: Norm, quantize: bool) -> tuple[Tensor, Rows]:
         """As Ops."""
@@ -223,23 +235,28 @@ class TritonOps:
         if rows.scale_N1 is None:
             _swiglu[(num_rows, triton.cdiv(width, block))](gate_up_NJ, rows.value_NK, J=width, BLOCK=block)
         else:
-            block = min(4096, triton.next_power_of_2(width))
+            head = triton.next_power_of_2(width + 1) // 2
             _swiglu_float8[(num_rows,)](
-                gate_up_NJ, rows.value_NK, rows.scale_N1, J=width, BLOCK=block, num_warps=8
+                gate_up_NJ, rows.value_NK, rows.scale_N1,
+                J=width, HEAD=head, TAIL=triton.next_power_of_2(max(1, width - head)), num_warps=_warps(width),
             )  # fmt: skip
         return rows
 
-    def conv(self, mixed_NW: Tensor, weight_CT: Tensor, columns: Columns, length: int, normalize: bool) -> Tensor:
+    def conv(
+        self, mixed_NW: Tensor, weight_CT: Tensor, parts: tuple[Columns, ...], length: int, normalize: bool
+    ) -> tuple[Tensor, ...]:
         """As Ops."""
-        num_rows, heads, dim = mixed_NW.shape[0], columns.num_heads, columns.dim
-        out_NHE = torch.empty(num_rows, heads, dim, dtype=self.dtype, device=mixed_NW.device)
-        block = 32
-        _conv[(triton.cdiv(length, block), heads, num_rows // length)](
-            mixed_NW, weight_CT, out_NHE, length, L2_EPS,
-            W=mixed_NW.shape[1], H=heads, E=dim, OFFSET=columns.offset, GROUP=columns.group, STRIDE=columns.stride,
-            TAPS=weight_CT.shape[1], ROWS=block, BLOCK_E=triton.next_power_of_2(dim), NORMALIZE=normalize,
+        one, num_rows = parts[0], mixed_NW.shape[0]
+        out_PNHE = torch.empty(len(parts), num_rows, one.num_heads, one.dim, dtype=self.dtype, device=mixed_NW.device)
+        all_heads = len(parts) * one.num_heads
+        heads, rows = min(8, triton.next_power_of_2(all_heads)), 16
+        _conv[(triton.cdiv(length, rows), triton.cdiv(all_heads, heads), num_rows // length)](
+            mixed_NW, weight_CT, out_PNHE, length, out_PNHE.stride(0), L2_EPS,
+            W=mixed_NW.shape[1], H=one.num_heads, E=one.dim, OFFSET=one.offset, GROUP=one.group, STRIDE=one.stride,
+            PARTS=len(parts), SHIFT=parts[-1].offset - one.offset, ROWS=rows, BLOCK_H=heads,
+            BLOCK_E=triton.next_power_of_2(one.dim), NORMALIZE=normalize,
         )  # fmt: skip
-        return out_NHE
+        return tuple(out_PNHE)
 
     def decay(
         self, mixed_NW: Tensor, beta: Columns, alpha: Columns, a_log_H: Tensor, dt_H: Tensor
@@ -316,6 +333,13 @@ class TritonOps:
             bias=weight.bias_M, out_dtype=self.dtype, use_fast_accum=True,
         )  # fmt: skip
 
+    def product_onto(self, stream_ND: Tensor, rows: Rows, weight: Weight) -> Tensor | None:
+        """As Ops; without a bias, 16-bit products add to the stream themselves, which saves two passes over it."""
+        if self.in_place and weight.scale_M is None and weight.bias_M is None:
+            stream_ND.addmm_(rows.value_NK, weight.value_MK.t())
+            return None
+        return self.product(rows, weight)
+
     def _new_rows(self, num_rows: int, width: int, like: Tensor, quantize: bool) -> Rows:
         dtype = FLOAT8 if quantize else self.dtype
         value_NK = torch.empty(num_rows, width, dtype=dtype, device=like.device)
@@ -324,4 +348,4 @@ class TritonOps:
 
 
 def _warps(width: int) -> int:
-    return 8 if width >= 4096 else 4 if width >= 1024 else 2
+    return 16 if width > 8192 else 8 if width >= 4096 else 4 if width >= 1024 else 2

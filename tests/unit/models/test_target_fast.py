@@ -132,11 +132,11 @@ class Mutated(TorchOps):
         halves = gate_up_NJ.chunk(2, dim=-1)
         return super().swiglu(torch.cat(halves[::-1], dim=-1) if self.wrong == "gate and up" else gate_up_NJ, quantize)
 
-    def conv(self, mixed_NW, weight_CT, columns, length, normalize):
+    def conv(self, mixed_NW, weight_CT, parts, length, normalize):
         if self.wrong == "documents run together":
             length = len(mixed_NW)
         weight_CT = weight_CT.flip(1) if self.wrong == "taps" else weight_CT
-        return super().conv(mixed_NW, weight_CT, columns, length, normalize and self.wrong != "norm of keys")
+        return super().conv(mixed_NW, weight_CT, parts, length, normalize and self.wrong != "norm of keys")
 
     def decay(self, mixed_NW, beta, alpha, a_log_H, dt_H):
         if self.wrong == "beta and alpha":
@@ -303,9 +303,14 @@ for quantize in (False, True):
     close(*(ops.gated_norm(core, mixed, heads, norm, quantize) for ops in (fused, reference)), quantize)
     for gate in (None, heads):
         close(*(ops.gate_heads(core, mixed, gate, quantize) for ops in (fused, reference)), quantize)
-taps = torch.randn(HEADS * DIM, 4)
+taps = torch.randn(2 * HEADS * DIM, 4)
+# More rows than one program takes.
+long, other = torch.randn(80, 400), heads._replace(offset=205)
 for normalize in (False, True):
-    close(*(ops.conv(mixed, taps, heads, LENGTH, normalize) for ops in (fused, reference)))
+    for parts, weights in (((heads,), taps[: HEADS * DIM]), ((heads, other), taps)):
+        both = [ops.conv(long, weights, parts, 40, normalize) for ops in (fused, reference)]
+        for found, expected in zip(*both, strict=True):
+            close(found, expected)
 beta, alpha = Columns(HEADS, 1, 3, 2, 9), Columns(HEADS, 1, 30, 3, 17)
 # Some beyond the point where softplus is the identity.
 a_log, dt = torch.rand(HEADS), torch.rand(HEADS) * 40
