@@ -32,14 +32,12 @@ class Recorder:
         """`line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step."""
         self.config, self.say, self.total_steps = config, say, total_steps
         self.trackers, self.metrics, self.line_seconds = trackers, metrics, line_seconds
-        self.reports: list[StepReport] = []
         self._tokens_before = tokens_before
         self._line_time, self._line_tokens, self._line_step = time.monotonic(), tokens_before, first_step
 
     def step(self, item: StepDone, sums: StepSums, grad_norm: float, num_skipped: int, pipeline: Pipeline) -> None:
         """One step of all drafters together; `num_skipped` so far, this one included."""
         found, steps_done = report(sums), item.step + 1
-        self.reports.append(found)
         values: dict[str, Any] = {
             "step": steps_done,
             "loss": found.loss,
