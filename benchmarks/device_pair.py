@@ -1,7 +1,7 @@
 """Two GPUs with random weights: gradient sums, the pipeline on both, two target replicas, a divided target.
 
 usage: python benchmarks/device_pair.py [--shapes qwen3-8b|qwen3.6-27b|hybrid|tiny] [--steps 300] [--seconds 240]
-           [--parts losses,sums,pool,targets,split] [--several layer] [--single stack]
+           [--parts losses,sums,pool,targets,split] [--several layer] [--single layer]
 
 `--devices cpu cpu` rehearses every part on CPUs. A part that fails is said, and the next one runs.
 
@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from device_run import alone, say, synchronize, tell, train
@@ -285,12 +286,16 @@ def main() -> None:
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--several", default="layer", help="how drafters are compiled whose gradients are summed")
-    parser.add_argument("--single", default="stack", help="how the one of `pool` is")
+    parser.add_argument("--single", default="layer", help="how the one of `pool` is")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--documents", type=int, default=2000)
+    parser.add_argument("--after", default="", help="begins when this file is there: imports beside another run")
     parser.add_argument("--seconds", type=float, default=240.0, help="no part is begun after this long")
-    bench = Bench(parser.parse_args())
-    for name in parser.parse_args().parts.split(","):
+    args = parser.parse_args()
+    while args.after and not Path(args.after).exists():
+        time.sleep(0.1)
+    bench = Bench(args)
+    for name in args.parts.split(","):
         if bench.left() <= 0:
             say(f"=== {name}: left out, no time")
             continue
