@@ -3,7 +3,7 @@
 The verb is looked up first and only its module is imported, so that `blockdraft --help` answers without torch.
 A command's module has a dataclass `Options`, from which its flags are made, and `run(options) -> int`. `train` takes a
 recipe as well: its flags are the fields of the recipe's RunConfig, and its module has `run(config, options) -> int`.
-`doctor` may be given one: its config is None without.
+`doctor` and `plan` may be given one: their config is None without.
 """
 
 import dataclasses
@@ -37,8 +37,9 @@ VERBS: Final = {
     "report": Verb("blockdraft.commands.report", "one HTML page about a run: curves, speed, memory, workers"),
     "import": Verb("blockdraft.commands.import_", "read a published drafter, for warm starts and evaluation"),
     "doctor": Verb("blockdraft.commands.doctor", "look at machine, packages and what a recipe needs"),
+    "plan": Verb("blockdraft.commands.plan", "the best split of 1 to 1,000 GPUs, its speed, memory and hours"),
 }
-WITH_RECIPE: Final = ("doctor",)
+WITH_RECIPE: Final = ("doctor", "plan")
 """Verbs that may take a recipe first, and then flags over it."""
 EXIT_ERROR: Final = 2  # As for a flag that does not exist.
 

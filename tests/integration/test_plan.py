@@ -1,0 +1,83 @@
+"""`blockdraft plan`: from given, estimated and measured rates, for one GPU and for many nodes."""
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from blockdraft.cli import main
+from integration.tiny_run import make_files
+from unit.runtime.test_stages import write_run
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Qwen3-8B's shapes, without weights."""
+    path = tmp_path_factory.mktemp("plan")
+    Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(path)  # fmt: skip
+    return str(path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    code = main(["plan", "paper", *flags])
+    return code, capsys.readouterr().out
+
+
+def test_given_rates_decide_the_split_and_the_hours(target: str, capsys) -> None:
+    rates = ("--target-tok-s", "25000", "--drafter-tok-s", "25000", "--tokens", "1e9")
+    code, text = plan(capsys, "--target.path", target, *rates, "--gpus", "8", "--epochs", "6")
+    assert code == 0
+    assert "rates on one GPU alone, as given" in text
+    assert "a target takes 15" in text and "a drafter 2" in text
+    assert "tokens/s" in text and "for 1,000,000,000 tokens x 6 epochs" in text
+    rows = {int(line.split()[0]): line.split() for line in text.splitlines() if line.split()[0].isdigit()}
+    assert set(rows) == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000}
+    rate = float(rows[8][2].replace(",", ""))
+    assert float(rows[8][4]) == pytest.approx(6e9 / rate / 3600, abs=0.01)
+    assert float(rows[1][2].replace(",", "")) < rate / 7
+
+
+def test_without_rates_they_are_estimated(target: str, capsys) -> None:
+    _, text = plan(capsys, "--target.path", target, "--gpus", "2")
+    assert "estimated from products at 790 TFLOP/s" in text
+    assert "name the data (--tokens or --data.train) for hours" in text
+    _, slower = plan(capsys, "--target.path", target, "--gpus", "2", "--rate-tflops", "79")
+    first, second = (float(found.split("  target ")[1].split()[0].replace(",", "")) for found in (text, slower))
+    assert second == pytest.approx(first / 10, rel=0.01)
+
+
+def test_what_does_not_fit_is_divided_or_refused_with_what_helps(target: str, capsys) -> None:
+    rates = ("--target.path", target, "--target-tok-s", "25000", "--drafter-tok-s", "25000")
+    code, text = plan(capsys, *rates, "--gpus", "1", "--gpu-gib", "30")
+    assert code == 1
+    assert "no split of 1 GPUs fits" in text
+    code, text = plan(capsys, *rates, "--gpu-gib", "25", "--drafter.num-layers", "2")
+    assert code == 0
+    assert "on each of" not in text
+    code, text = plan(capsys, *rates, "--gpu-gib", "12", "--drafter.num-layers", "2", "--data.num-anchors", "64")
+    assert code == 0
+    assert "on each of 2" in text and "over 2 GPUs each" in text and "--runtime.targets cuda:0+cuda:1" in text
+    code, text = plan(capsys, *rates, "--gpu-gib", "13")
+    assert code == 1
+    assert "the drafter does not fit; what helps:" in text
+
+
+def test_a_run_is_measured_and_its_own_config_used(tmp_path: Path, capsys) -> None:
+    files = make_files(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    write_run(run)
+    flags = ["--target.path", str(files.target), "--data.train", str(files.store), "--data.row-length", "64"]
+    sizes = ["--data.target-tokens", "64", "--drafter.target-layer-ids", "1", "2", "--drafter.num-layers", "1"]
+    assert main(["plan", "tiny", "--run", str(run), *flags, *sizes]) == 0
+    assert "measured in" in capsys.readouterr().out
+
+
+def test_nothing_to_plan_from_is_said(capsys) -> None:
+    assert main(["plan"]) == 2
+    assert "expects a recipe, such as `plan paper`, or --run DIR" in capsys.readouterr().err
+    assert main(["plan", "paper", "--gpus", "0"]) == 2
+    assert "--gpus: expected a number above 0, found 0" in capsys.readouterr().err
