@@ -1,4 +1,4 @@
-"""Gathers the demo's numbers: summary.json, acceptance.png and a short table.
+"""Gathers the demo's numbers: summary.json, acceptance.svg and a short table.
 
     python examples/demo_summary.py runs/demo
 
@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from demo_picture import Curve, picture
+
 SETS: Final = {"unseen_pair": "unseen pair of seen words", "unseen_words": "both words unseen"}
 SHORT: Final = {"unseen_pair": "pair", "unseen_words": "words"}
-COLORS: Final = {"unseen_pair": "tab:blue", "unseen_words": "tab:orange"}
 
 
 def read_curve(metrics: Path) -> dict[str, list[tuple[int, float]]]:
@@ -71,32 +72,18 @@ def summarise(runs: Path) -> dict[str, Any]:
 
 def draw(runs: Path, summary: dict[str, Any]) -> Path:
     """Acceptance length over steps, with the controls as dashed lines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), dpi=140)
-    for name, points in read_curve(runs / "train" / "metrics.jsonl").items():
-        steps, lengths = zip(*points, strict=True)
-        watched = f"drafter, {SETS[name]}, the few prompts watched in training"
-        axes.plot(steps, lengths, marker="o", color=COLORS[name], label=watched)
-        after = summary["acceptance_length"][f"after_unseen_{SHORT[name]}"]
-        every = f"exported drafter, {SETS[name]}, all {summary['prompts_by_set'][name]} prompts"
-        axes.plot([steps[-1]], [after], marker="*", markersize=13, linestyle="", color=COLORS[name], label=every)
-        control = summary["acceptance_length"][f"ngram_control_{SHORT[name]}"]
-        label = f"order-5 n-gram table, {SETS[name]}"
-        axes.axhline(control, linestyle="--", linewidth=1.2, color=COLORS[name], label=label)
-    axes.axhline(1.0, linestyle="--", linewidth=1.2, color="gray", label="plain decoding")
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("acceptance length (tokens per verification)")
-    axes.set_title("SmolLM2-135M-Instruct on prompts that were not trained on")
-    axes.set_ylim(bottom=0.9)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    path = runs / "acceptance.png"
-    figure.savefig(path)
+    found = summary["acceptance_length"]
+    curves = {
+        name: Curve(
+            SETS[name],
+            points,
+            found[f"after_unseen_{SHORT[name]}"],
+            found[f"ngram_control_{SHORT[name]}"],
+        )
+        for name, points in read_curve(runs / "train" / "metrics.jsonl").items()
+    }
+    path = runs / "acceptance.svg"
+    path.write_text(picture("SmolLM2-135M-Instruct on prompts that it was not trained on", curves), encoding="utf-8")
     return path
 
 

@@ -5,10 +5,16 @@ import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def examples_import_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
 
 
 def load(name: str) -> ModuleType:
@@ -67,7 +73,11 @@ def test_the_summary_takes_each_number_from_its_place(tmp_path: Path, capsys: py
     assert (summary["rounds"], summary["prompts"], summary["steps"]) == (200, 32, 85)
     assert summary["lossless_float32"] is True
     assert summary["seconds"] == 210.5
-    assert (tmp_path / "acceptance.png").stat().st_size > 10_000
+    drawn = (tmp_path / "acceptance.svg").read_text(encoding="utf-8")
+    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
+    assert {"2.40  drafter, unseen pair of seen words", "2.70  5-gram table, unseen pair of seen words"} <= set(texts)
+    assert {"1.90  drafter, both words unseen", "2.00  5-gram table, both words unseen"} <= set(texts)
+    assert drawn.count('class="line"') == 2
     assert "NOT equal" not in capsys.readouterr().out
 
 
