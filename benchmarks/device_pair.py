@@ -59,7 +59,8 @@ class Bench:
             started = time.monotonic()
             self._targets[index] = make_target(self.shapes, self.devices[index], self.dtype)
             synchronize()
-            say(f"target on {self.devices[index]}: built in {time.monotonic() - started:.1f} s")
+            seconds = time.monotonic() - started
+            say(f"target on {self.devices[index]}: built in {seconds:.1f} s; {self._targets[index].note}")
         return self._targets[index]
 
     def forget(self, index: int) -> None:
@@ -165,14 +166,19 @@ def part_losses(bench: Bench) -> None:
 
 
 def part_pool(bench: Bench) -> None:
+    bench.forget(1)
     target = bench.target(0)
     step = bench.step(1, bench.single)
+    # As a run has it: layers behind the last captured one are freed.
+    target.drop_decoding()
+    clear()
     loader = bench.loader(1, 1)
     memory_of(bench, {"target": target.model.parameters(), "drafter": step.drafter.parameters()}, step)
     ran = train("pool", loader, [target], [step], bench.steps, protection=bench.protection, waits=WaitCount(0))
     tell(ran, bench.protection, WaitCount(0))
     bench.let_compile()
     rates = alone(loader, target, step, bench.steps, most=20)
+    bench.forget(0)
     slower = min(rates)
     say(
         f"pool 1 + 1: {ran.later_rate:,.0f} tok/s (second half), {ran.later_rate / slower:.1%} of the slower side alone"
@@ -259,7 +265,7 @@ def part_split(bench: Bench) -> None:
         model = type(whole.model)(whole.model.config).to(bench.dtype)
     model.load_state_dict(whole.model.state_dict())
     split = Target(place(model, "+".join(str(device) for device in bench.devices)), whole.layer_ids)
-    say(f"divided: {sorted({str(weight.device) for weight in split.model.parameters()})}")
+    say(f"divided: {sorted({str(weight.device) for weight in split.model.parameters()})}; {split.note}")
     for ids_BP, features_BPC in zip(batches, expected, strict=True):
         found_BPC = split.features(ids_BP.to(split.device))
         same = torch.equal(found_BPC, features_BPC)

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = torch.bfloat16 if args.targets[0] != "cpu" else torch.float32
     protection = Protection(say) if "cpu" not in args.targets else None
     targets = [make_target(args.shapes, device, dtype) for device in args.targets]
+    say(f"target: {targets[0].note}")
     count = len(args.drafters)
     compiled: How = "stack" if count == 1 else "layer"
     steps = [
