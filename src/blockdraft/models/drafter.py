@@ -86,7 +86,14 @@ def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, .
         raise ConfigError(f"the target must have at least 4 layers to choose from, found {num_target_layers}")
     if num_captured == 1:
         return (num_target_layers // 2,)
-    return tuple(round(1 + i * (num_target_layers - 4) / (num_captured - 1)) for i in range(num_captured))
+    ids = tuple(round(1 + i * (num_target_layers - 4) / (num_captured - 1)) for i in range(num_captured))
+    if len(set(ids)) < num_captured:
+        raise ConfigError(
+            f"drafter.num_layers: expected at most {num_target_layers - 3} captured layers, one a drafter layer, for a "
+            f"target of {num_target_layers} layers, found {num_captured}; lower it, or name that many of 0.."
+            f"{num_target_layers - 1} with drafter.target_layer_ids"
+        )
+    return ids
 
 
 class TargetFacts(NamedTuple):
