@@ -88,7 +88,10 @@ def settle(device: torch.device) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    started = time.perf_counter()
     step, features_RTC, blocks = make_step(args, device)
+    settle(device)
+    say(f"{args.shapes} built in {time.perf_counter() - started:.1f} s")
     denominator, count = float(blocks.weight_RAS.sum()), 0
 
     def train(clock: Clock, num_steps: int, save_at: int | None, saver: Saver | None) -> float:
@@ -132,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     plain, around = Clock(device), Clock(device)
     train(Clock(device), 10, None, None)
     plain_s = train(plain, args.steps, None, None)
+    say(f"{args.steps} steps without a save: {plain_s:.2f} s")
     written = threading.Thread(target=watch_writer, args=(root, time.perf_counter()), daemon=True)
     written.start()
     around_s = train(around, args.steps, args.steps // 10, saver)
