@@ -243,12 +243,21 @@ def read_config(path: Path) -> RunConfig:
     return from_json(path.read_text(encoding="utf-8"), str(path))
 
 
+REMOVED: typing.Final = {
+    "log_every": "console lines come when they are due, and metrics.jsonl has every step; delete the line",
+    "runtime.poison": "it is a flag of the command now, --poison; delete the line",
+}
+"""Fields that saved configs of earlier versions have, and what to do with them."""
+
+
 def _build(cls: type, values: Any, source: str, prefix: str) -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: {prefix or 'the top level'} must be an object, found {type(values).__name__}")
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - known)
+    if unknown and prefix + unknown[0] in REMOVED:
+        raise ConfigError(f"{source}: {prefix}{unknown[0]} is of an earlier version: {REMOVED[prefix + unknown[0]]}")
     if unknown:
         raise ConfigError(f"{source}: unknown field {prefix}{unknown[0]}; known here: {', '.join(sorted(known))}")
     fields = {name: _value(hints[name], value, source, prefix + name) for name, value in values.items()}

@@ -109,6 +109,15 @@ def test_an_unknown_field_is_refused_by_name(values: dict[str, Any], field: str)
         from_json(json.dumps(values), "run.json")
 
 
+@pytest.mark.parametrize(
+    ("values", "words"), [({"log_every": 5}, "log_every"), ({"runtime": {"poison": True}}, "--poison")]
+)
+def test_a_field_of_an_earlier_version_says_what_became_of_it(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.json: .* is of an earlier version: .*delete the line") as refused:
+        from_json(json.dumps(values), "run.json")
+    assert words in str(refused.value)
+
+
 def test_broken_json_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{\n  "steps": 3,\n}\n', encoding="utf-8")

@@ -71,6 +71,13 @@ def test_a_target_of_three_layers_is_refused():
         default_layer_ids(3, 2)
 
 
+@pytest.mark.parametrize(("num_layers", "captured"), [(4, 2), (5, 5), (6, 4), (7, 5)])
+def test_default_ids_that_would_repeat_are_refused(num_layers, captured):
+    with pytest.raises(ConfigError, match=rf"at most {num_layers - 3} captured layers.*found {captured}; lower it"):
+        default_layer_ids(num_layers, captured)
+    assert len(default_layer_ids(num_layers, max(1, num_layers - 3))) == max(1, num_layers - 3)
+
+
 def test_a_shape_follows_the_target():
     shape = shape_of()
     assert (shape.hidden_size, shape.num_layers, shape.block_size) == (5120, 5, 16)
