@@ -22,6 +22,7 @@ ATTENTION_NORMS = {"q_norm", "k_norm"}
 DELTA_PARTS = {"conv1d", "norm", "out_proj"}
 DELTA_SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 DELTA_GROUPED = ("in_proj_qkvz", "in_proj_ba")
+FLOAT8_STEP = 16
 TUNED_TOKENS = (4, 2048)
 """Documents and tokens of the batch that recurrent kernels choose their settings on."""
 
@@ -359,15 +360,24 @@ def fuse(modules: list[nn.Module], copied: Copied) -> Weight:
         bias_M = torch.cat(pieces).detach()
     if copied is not None:
         copied.extend(linears)
-        value_MK, scale_M1 = quantized(whole_MK)
-        assert scale_M1 is not None
-        return Weight(value_MK, bias_M, scale_M1.flatten())
+        return _float8_weight(whole_MK, bias_M)
     start = 0
     for part in linears if len(linears) > 1 else ():
         # The module reads the fused weights from now on, and its own storage is freed.
         part.weight.data = whole_MK[start : start + len(part.weight)]
         start += len(part.weight)
     return Weight(whole_MK, bias_M, None)
+
+
+def _float8_weight(weight_MK: Tensor, bias_M: Tensor | None) -> Weight:
+    """Rounds weights to float8; outputs are filled up to a multiple of 16, which nobody reads."""
+    num_outputs, width = weight_MK.shape
+    if width % FLOAT8_STEP:
+        raise UnknownStructure(f"a product of {width} inputs, where float8 needs a multiple of {FLOAT8_STEP}")
+    missing = -num_outputs % FLOAT8_STEP
+    value_MK, scale_M1 = quantized(nn.functional.pad(weight_MK, (0, 0, 0, missing)))
+    assert scale_M1 is not None
+    return Weight(value_MK, None if bias_M is None else nn.functional.pad(bias_M, (0, missing)), scale_M1.flatten())
 
 
 def outputs(module: nn.Module) -> int:

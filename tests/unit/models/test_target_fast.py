@@ -26,6 +26,7 @@ from transformers import (
 from blockdraft.config import ConfigError, TargetConfig
 from blockdraft.models import target_fast
 from blockdraft.models.target import Target
+from blockdraft.models.target_fast_layers import fuse
 from blockdraft.models.target_fast_ops import Columns, Norm, Rows, TorchOps
 from blockdraft.models.target_split import place
 from integration.tiny import COMMON, CONFIGS, HYBRID
@@ -244,6 +245,15 @@ def test_float8_needs_a_gpu_and_a_structure_that_is_known():
         Target.load(TargetConfig(path="nowhere", dtype="float8"))
     with pytest.raises(ConfigError, match=r"does not fit this target: layers of the types \['sliding_attention'\]"):
         Target(model_of(CONFIGS["gemma3"]()), LAYERS, 2, ops=TorchOps(torch.float32), float8=True)
+    with pytest.raises(ConfigError, match=r"a product of 72 inputs, where float8 needs a multiple of 16; use bfloat16"):
+        fast_target("qwen3_5_wide", float8=True)
+
+
+def test_outputs_of_a_float8_product_are_filled_up():
+    weight = fuse([nn.Linear(32, 20), nn.Linear(32, 3, bias=False)], [])
+    assert weight.value_MK.shape == (32, 32)
+    assert len(weight.bias_M) == len(weight.scale_M) == 32
+    assert not weight.value_MK[23:].float().any()
 
 
 @pytest.mark.parametrize("float8", [False, True])
@@ -272,6 +282,7 @@ def test_rows_in_float8_use_the_whole_range_of_each_row():
 
 INTERPRETED = """
 import torch
+from blockdraft.models.target_fast_layers import fuse
 from blockdraft.models.target_fast_ops import Columns, Norm, TorchOps
 from blockdraft.models.target_fast_triton import TritonOps
 
