@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blockdraft.models.attention import bare_flex_attend
 from blockdraft.models.attention_backward_triton import block_kernel, context_kernel, delta_kernel, query_kernel
 from blockdraft.models.attention_triton import forward_kernel
 from blockdraft.models.block_mask import context_ranges
@@ -40,8 +41,8 @@ def _alike(tile: Tile) -> Tiles:
 
 
 SIZES: Final = (
-    Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-    _alike(Tile(64, 64, 4, 2)),
+    Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    _alike(Tile(64, 64, 4, 1)),
     _alike(Tile(32, 32, 4, 2)),
     _alike(Tile(16, 16, 4, 1)),
 )
@@ -318,7 +319,12 @@ block_attention.register_autograd(_backward, setup_context=_keep)
 def kernel_attend(
     shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor, size: int = 0
 ) -> Attend:
-    """Attention through the kernels, compiled with the rest of the drafter or not. `size`: of tiles, 0 the largest."""
+    """Attention through the kernels, compiled with the rest of the drafter or not. `size`: of tiles, 0 the largest.
+
+    A head width that is no power of two goes through flex_attention, which pads it.
+    """
+    if shape.head_dim & (shape.head_dim - 1) or shape.head_dim < 16:
+        return bare_flex_attend(shape, document_RT, position_RT, anchor_RA)
     num_context = position_RT.shape[1]
     full = Ranges(*context_ranges(position_RT, anchor_RA, shape.block_size, None))
     windowed = full

@@ -1,19 +1,24 @@
-"""The drafter's layers compiled for fixed shapes: as one graph, layer by layer, or the attention alone.
+"""The drafter's layers compiled for fixed shapes: layer by layer, as one graph, or the attention alone.
 
 R rows, T context tokens, Q block tokens, A anchors, L block size, D width, C captured layers.
 """
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from blockdraft.models.drafter import Attend, Drafter, Rotation, RunLayer
+from blockdraft.models.drafter import Attend, Drafter, DrafterLayer, Rotation, rotation
 
 How = Literal["stack", "layer", "attention", "nothing"]
-"""What becomes one graph. `attention` leaves compiling to the Attend; in the first two it is part of the graph."""
+"""What becomes one graph. `attention` leaves compiling to the Attend; in the first two it is part of the graph.
+
+`layer`: layers alike share one compiled version, and the backward makes elementwise results again instead of keeping
+them. `stack`: all layers at once, nothing made twice; it takes minutes to compile.
+"""
 
 
 class RunDrafter(Protocol):
@@ -37,9 +42,8 @@ def compile_drafter(drafter: Drafter, how: How) -> RunDrafter:
     Compiled code is made for the shapes of the first call. The drafter itself stays as it is, for evaluation and
     export.
     """
-    layers: list[RunLayer] = list(drafter.layers)
     if how == "layer":
-        layers = [_compile_layer(layer) for layer in layers]
+        return _by_layer(drafter)
 
     def run(
         features_RTC: Tensor,
@@ -49,25 +53,101 @@ def compile_drafter(drafter: Drafter, how: How) -> RunDrafter:
         attend: Attend,
     ) -> Tensor:
         context_RTD = drafter.project(features_RTC.to(block_RQD.dtype))
-        return drafter.run_layers(
-            layers, context_RTD, context_position_RT, block_RQD, block_position_RQ, attend, drafted_only=True
+        hidden_RND: Tensor = drafter(
+            context_RTD, context_position_RT, block_RQD, block_position_RQ, attend, drafted_only=True
         )
+        return hidden_RND
 
     return compile_alone(run) if how == "stack" else run
 
 
-def _compile_layer(layer: RunLayer) -> RunLayer:
+class Prepared(NamedTuple):
+    """What every layer reads; rotary factors are made once, not by each kernel that turns something."""
+
+    context_RTD: Tensor
+    context_angles: Rotation
+    block_angles: Rotation
+
+
+class Kind(NamedTuple):
+    """Layers that one compiled version serves."""
+
+    number: int
+    """The first of them: what the attention of a layer depends on is the same for all."""
+    drop: int | None
+    run: Callable[..., Tensor]
+
+
+def _by_layer(drafter: Drafter) -> RunDrafter:
+    shape = drafter.shape
+
+    def prepare(features_RTC: Tensor, context_position_RT: Tensor, block_position_RQ: Tensor) -> Prepared:
+        width, theta, dtype = shape.head_dim, shape.rope_theta, drafter.dtype
+        return Prepared(
+            drafter.project(features_RTC.to(dtype)),
+            rotation(context_position_RT, width, theta, dtype),
+            rotation(block_position_RQ, width, theta, dtype),
+        )
+
+    prepared, kinds = compile_alone(prepare), _kinds(drafter)
+
     def run(
-        context_RTD: Tensor,
+        features_RTC: Tensor,
+        context_position_RT: Tensor,
         block_RQD: Tensor,
-        context_angles: Rotation,
-        block_angles: Rotation,
+        block_position_RQ: Tensor,
         attend: Attend,
-        drop: int | None = None,
     ) -> Tensor:
-        return layer(context_RTD, block_RQD, context_angles, block_angles, attend, drop)
+        shared = prepared(features_RTC, context_position_RT, block_position_RQ)
+        for layer, kind in zip(drafter.layers, kinds, strict=True):
+            block_RQD = kind.run(layer, block_RQD, shared, _as_layer(attend, kind.number), kind.drop)
+        return block_RQD
+
+    return run
+
+
+def _kinds(drafter: Drafter) -> list[Kind]:
+    """Of each layer: by its window, the last one by itself since it leaves slot 0 out and takes the final norm."""
+    shape, last = drafter.shape, len(drafter.layers) - 1
+    found: dict[tuple[bool, bool], Kind] = {}
+    kinds = []
+    for number in range(last + 1):
+        key = (number in shape.window_layers, number == last)
+        if key not in found:
+            drop = shape.block_size if number == last else None
+            found[key] = Kind(number, drop, _compile_layer(drafter.norm if number == last else None))
+        kinds.append(found[key])
+    return kinds
+
+
+def _as_layer(attend: Attend, number: int) -> Attend:
+    def attend_as(_layer: int, *streams: Tensor) -> Tensor:
+        return attend(number, *streams)
+
+    return attend_as
+
+
+def _compile_layer(norm: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
+    def run(layer: DrafterLayer, block_RQD: Tensor, shared: Prepared, attend: Attend, drop: int | None) -> Tensor:
+        block_RQD = checkpoint(
+            layer, shared.context_RTD, block_RQD, shared.context_angles, shared.block_angles, attend, drop,
+            use_reentrant=False, context_fn=_contexts,
+        )  # fmt: skip
+        return block_RQD if norm is None else norm(block_RQD)
 
     return compile_alone(run)
+
+
+KEPT: Final = ("aten::mm", "aten::addmm", "blockdraft::block_attention", "flex_attention")
+"""Operations whose results are kept for the backward; everything else is elementwise and cheaper to make again."""
+
+
+def _contexts() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation.name() in KEPT else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def compile_alone(function: Any) -> Callable[..., Any]:

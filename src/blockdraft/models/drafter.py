@@ -4,7 +4,6 @@ R rows, T context tokens, Q block tokens, D width, C captured layers, H query he
 Attribute names equal the published tensor names. The drafter has no embedding and no head: both are the target's.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -286,20 +285,6 @@ class DrafterLayer(nn.Module):
         return block_RQD + self.mlp(self.post_attention_layernorm(block_RQD))  # type: ignore[no-any-return]
 
 
-class RunLayer(Protocol):
-    """A DrafterLayer, or the same compiled."""
-
-    def __call__(
-        self,
-        context_RTD: Tensor,
-        block_RQD: Tensor,
-        context_angles: Rotation,
-        block_angles: Rotation,
-        attend: Attend,
-        drop: int | None = None,
-    ) -> Tensor: ...
-
-
 class Drafter(nn.Module):
     """The trainable part. Weights start at normal(0, 0.02); `calibrate` then sets the scale of the final norm."""
 
@@ -348,32 +333,10 @@ class Drafter(nn.Module):
         With `drafted_only` those of slot 0, which nothing is read off, are left out as soon as the last layer has
         attended to them: [R, A * (L - 1), D].
         """
-        return self.run_layers(
-            list(self.layers),
-            context_RTD,
-            context_position_RT,
-            block_RQD,
-            block_position_RQ,
-            attend,
-            drafted_only=drafted_only,
-        )
-
-    def run_layers(
-        self,
-        layers: Sequence[RunLayer],
-        context_RTD: Tensor,
-        context_position_RT: Tensor,
-        block_RQD: Tensor,
-        block_position_RQ: Tensor,
-        attend: Attend,
-        *,
-        drafted_only: bool,
-    ) -> Tensor:
-        """`forward` with its layers given, as they are or compiled."""
         shape = self.shape
         context_angles = rotation(context_position_RT, shape.head_dim, shape.rope_theta, block_RQD.dtype)
         block_angles = rotation(block_position_RQ, shape.head_dim, shape.rope_theta, block_RQD.dtype)
-        for number, layer in enumerate(layers):
-            drop = shape.block_size if drafted_only and number == len(layers) - 1 else None
+        for number, layer in enumerate(self.layers):
+            drop = shape.block_size if drafted_only and number == shape.num_layers - 1 else None
             block_RQD = layer(context_RTD, block_RQD, context_angles, block_angles, attend, drop)
         return self.norm(block_RQD)  # type: ignore[no-any-return]

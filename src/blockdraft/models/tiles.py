@@ -1,5 +1,6 @@
-"""Tile sizes of compiled flex_attention for GPUs with little shared memory, tried one after the other at warm-up.
+"""Tile sizes of the attention kernels for GPUs with little shared memory, tried one after the other at warm-up.
 
+Of flex_attention's here, of our own in `block_attention`.
 torch chooses tiles by the kind of GPU and the head width. On cards with 99 KB of shared memory a block (consumer
 cards, sm_86, sm_89, sm_120) its choice may ask for more than there is; Triton then raises OutOfResources when the
 kernel is loaded. Smaller tiles need less and read the keys more often.
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-from blockdraft.models.attention import bare_flex_attend
+from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.drafter import Attend, DrafterShape
 
 
@@ -66,6 +67,14 @@ def smaller_tiles(make_attend: Callable[..., Attend]) -> Iterator[OtherTiles]:
     if make_attend is bare_flex_attend:
         for tiles in SMALLER:
             yield OtherTiles(str(tiles), partial(bare_flex_attend, options=tiles.options()))
+    elif make_attend is not sdpa_attend:
+        # Only where Triton is.
+        from blockdraft.models.block_attention import SIZES, kernel_attend
+
+        if make_attend is kernel_attend:
+            for size, sizes in enumerate(SIZES[1:], start=1):
+                named = f"{sizes.context.queries} x {sizes.context.keys}, {sizes.context.stages} stages"
+                yield OtherTiles(named, partial(kernel_attend, size=size))
 
 
 def lacks_resources(error: BaseException) -> str:

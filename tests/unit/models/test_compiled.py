@@ -137,6 +137,39 @@ def test_by_layers_gradients_are_there_before_the_backward_is_over(how, backend,
     assert order.count("sum") == len(weights)
 
 
+def saved_bytes(drafter: Drafter, how) -> int:
+    """What a forward keeps for its backward, without the weights and the inputs."""
+    own = {weight.data_ptr() for weight in drafter.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward(compile_drafter(drafter, how), drafter, sdpa_attend, 0)
+    assert out.requires_grad
+    return sum(found.values())
+
+
+def test_by_layers_less_is_kept_for_the_backward(backend):
+    backend[0] = "aot_eager"
+    wide = {"num_layers": 4, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "head_dim": 16}
+    drafter = build(**wide)
+    assert saved_bytes(drafter, "layer") < 0.8 * saved_bytes(drafter, "stack")
+
+
+def test_layers_alike_share_a_compiled_version():
+    counts = []
+    for num_layers in (4, 9):
+        torch._dynamo.utils.counters.clear()
+        drafter = build(num_layers=num_layers)
+        forward(compile_drafter(drafter, "layer"), drafter, sdpa_attend, 0)
+        counts.append(torch._dynamo.utils.counters["frames"]["ok"])
+    assert counts[0] == counts[1] <= 4
+
+
 def test_leaving_anchors_out_changes_no_other_slot():
     drafter = build()
     document_RT, position_RT, anchor_RA, features_RTC, block_RQD = inputs(drafter, 1)
