@@ -118,6 +118,7 @@ def main() -> None:
         *("evaluate", export, "--method", "decode", "--prompts", prompts / "unseen_both.jsonl", "--target", target),
         *("--max-new-tokens", tokens, "--dtype", "float32", "--output", runs / "evaluate_decode.json"),
     )
+    demo.blockdraft("report", "report", runs / "train", "--output", runs / "report.html")
     demo.script("summary", "demo_summary.py", runs)
 
 

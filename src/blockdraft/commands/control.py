@@ -200,7 +200,7 @@ class Control:
             check=pipeline.channel.check,
             await_metrics=self.recorder.metrics.await_step,
             say=self.say,
-            lane=pipeline.writer,
+            lane=pipeline.record.writer,
         )
         self.built.steps[0].before_update = self.saver.before_update
         self.boundary = Boundary(
@@ -353,7 +353,7 @@ class Control:
             self.skips.step(item, grad_norm)
             pipeline.waits.step(item.step + 1 - pipeline.first_step, pipeline.workers)
             if self.is_first_node:
-                with pipeline.control.span("log", item.step):
+                with pipeline.record.control.span("log", item.step):
                     self.recorder.step(item, sums, grad_norm, self.skips.count, pipeline)
                     self.observer.step(item.step)
         self.skips.end_if_due()

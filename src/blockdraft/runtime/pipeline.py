@@ -23,7 +23,7 @@ from blockdraft.runtime.memory import MemoryWatch
 from blockdraft.runtime.reports import Report, WarmedUp, report_micro_batches, report_step
 from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, step_of
-from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, TRACED, Lane, Record
+from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, TRACED, Record
 from blockdraft.runtime.transfers import pinned, to_device
 from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.warm_up import Settle, Turns, warm_up_drafter, warm_up_target
@@ -93,10 +93,8 @@ class Pipeline:
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._turns = Turns(len(targets) + len(steps), self.channel.check)
-        self._warm = threading.Semaphore(0)
         self._go = threading.Event()
-        self._stop_wanted = False
-        self._tokens = 0
+        self._stop_wanted, self._tokens = False, 0
         self._with_final = steps[0].loss_config.needs_final_states
         self.shapes = loader.shapes_until(total_steps)
         self.kept = KeptFeatures() if config.keep_features else None
@@ -108,8 +106,7 @@ class Pipeline:
         self.waits = WaitCount(diagnostics.count_waits if self._is_on_gpu else 0)
         keep = TRACED if diagnostics.trace_steps else KEPT
         self.workers = self._make_workers(cpu_threads, keep)
-        self.writer, self.control = (Lane(name, torch.device("cpu"), keep) for name in ("writer", "control"))
-        self.record = Record([*(worker.lane for worker in self.workers), self.writer, self.control], keep)
+        self.record = Record([worker.lane for worker in self.workers], keep)
 
     def _make_slots(self) -> list[list[Slot]]:
         rows, length, target = self.loader.config.num_rows, self.loader.config.row_length, self.targets[0]

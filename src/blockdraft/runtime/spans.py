@@ -221,10 +221,11 @@ class DeviceTrack:
 
 
 class Record:
-    """All lanes of a run, and the channel's depth."""
+    """All lanes of a run, those of the writer of checkpoints and of control as well; and the channel's depth."""
 
     def __init__(self, lanes: Sequence[Lane], keep: int = KEPT) -> None:
-        self.lanes = list(lanes)
+        self.writer, self.control = (Lane(name, torch.device("cpu"), keep) for name in ("writer", "control"))
+        self.lanes = [*lanes, self.writer, self.control]
         self._depths: deque[Depth] = deque(maxlen=keep)
         self._lock = threading.Lock()
 

@@ -180,7 +180,7 @@ def test_a_trace_has_lanes_spans_and_a_counter():
     trace = json.loads(json.dumps(chrome_trace(record, shown)))
     events = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(names.values()) == ["target 0", "drafter 0", "drafter 0 on cpu"]
+    assert list(names.values()) == ["target 0", "drafter 0", "drafter 0 on cpu", "writer", "control"]
     drawn = {(names[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
     # Of the targets whatever overlaps the time of step 1: the fill of step 2.
     assert ("target 0", "fill", 0.0, 8000.0) in drawn
