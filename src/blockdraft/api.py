@@ -85,6 +85,8 @@ def load_target(
         TargetConfig(path=path, dtype=dtype, trust_remote_code=trust_remote_code),
         device=pick_device(device),
         layer_ids=drafter.shape.target_layer_ids if drafter else None,
+        # Without a drafter nobody reads features: one layer will do, however few the target has.
+        num_drafter_layers=1,
     )
     return LoadedTarget(target, load_tokenizer(path, trust_remote_code))
 

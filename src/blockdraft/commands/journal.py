@@ -25,7 +25,7 @@ class Journal:
         self._file: TextIO | None = None
 
     def is_complete(self) -> bool:
-        """True if the output is there and was made with these settings.
+        """True if the output is there, was made with these settings, and no prompt was left unanswered.
 
         Raises:
             ConfigError: the output is there but was made otherwise.
@@ -40,7 +40,8 @@ class Journal:
                 f"{self._summary.name}; choose another --output or remove it"
             ) from error
         _check_equal(self.output, found, self._settings)
-        return True
+        # What is left of it are the answers so far; the prompts without one are asked again.
+        return not self._partial.exists()
 
     def __enter__(self) -> "Journal":
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +67,10 @@ class Journal:
         self._write(answer._asdict())
         self.done[answer.row] = answer
 
-    def complete(self, conversations: "Iterable[Conversation]", counts: dict[str, int]) -> None:
-        """Writes the output and its summary, and removes the partial file."""
+    def complete(
+        self, conversations: "Iterable[Conversation]", counts: dict[str, int], *, is_whole: bool = True
+    ) -> None:
+        """Writes the output and its summary; removes the partial file, if every prompt was answered (`is_whole`)."""
         from blockdraft.data.conversations import write_conversations
 
         side = self.output.with_name(self.output.name + ".writing")
@@ -75,7 +78,8 @@ class Journal:
         summary = {"settings": self._settings, "counts": counts}
         self._summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         side.rename(self.output)
-        self._partial.unlink()
+        if is_whole:
+            self._partial.unlink()
 
     def _resume(self, lines: list[bytes]) -> None:
         from blockdraft.decoding.engine import EngineAnswer

@@ -7,11 +7,12 @@ one answer of the target; earlier assistant turns stay as they are and are part 
 Looping answers (decoding/engine.py says which those are) and truncated ones are counted, and left out on request.
 
 With --server the answers come from any OpenAI-compatible server, such as vLLM's or SGLang's. Prompts that it fails to
-answer are left out and counted by reason; more than --max-drop of them is an error, and the same command goes on later.
+answer are left out and counted by reason; more than --max-drop of them is an error. The same command asks for them
+again.
 
 While the command runs, answers are appended to OUTPUT.partial, a chunk of like-long prompts at a time (a server's as
 each comes). A second run with the same settings goes on from there; at the end OUTPUT is written in input order and the
-partial file removed.
+partial file removed, if every prompt was answered.
 """
 
 import hashlib
@@ -117,6 +118,8 @@ def run(options: Options) -> int:
                 _answer_all(engine, prompts, journal, options.batch_size, 0.0)
         counts = _finish(journal, prompts, failed, options)
     lines = [f"{options.output}: {counts['written']:,} answers to {len(prompts):,} prompts", *_lines(counts)]
+    if failed:
+        lines.append(f"the same command asks for the {len(failed):,} prompts without an answer again")
     if drops.num_dropped:
         lines += [f"rows not used: {drops.num_dropped:,} of {drops.num_rows:,}", *drops.lines()]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -131,7 +134,8 @@ def _own_engine(
 
     assert dtype is not None
     config = TargetConfig(path=options.target, dtype=dtype, trust_remote_code=options.trust_remote_code)
-    target = Target.load(config, device=device)
+    # No features are read: one layer will do, however few the target has.
+    target = Target.load(config, device=device, num_drafter_layers=1)
     return TransformersEngine(target, template, target.stop_ids, _sampling(options))
 
 
@@ -256,7 +260,8 @@ def _finish(
     for reason in failed.values():
         name = f"not answered, {reason}"
         counts[name] = counts.get(name, 0) + 1
-    journal.complete((_answered(prompts[a.row][0], a, options.reasoning) for a in kept), counts)
+    answered = (_answered(prompts[a.row][0], a, options.reasoning) for a in kept)
+    journal.complete(answered, counts, is_whole=not failed)
     return counts
 
 

@@ -320,6 +320,11 @@ def test_the_command_keeps_order_and_counts(
     printed = capsys.readouterr().out
     assert "4 answers to 6 prompts" in printed
     assert "1 not answered, HTTP 400" in printed
+    # What was not answered is asked for again, and nothing once all is there.
+    for server, asked in ((serve(plain), 2), (serve(plain), 0)):
+        assert run(options("out", server, prompts)) == 0
+        assert len(server.seen) == asked
+        assert contents(path) == [f"to {prompt}" for prompt in prompts]
 
 
 def test_an_interrupted_run_goes_on_to_the_same_file(
