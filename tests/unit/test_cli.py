@@ -1,6 +1,9 @@
 """The command line: verbs, recipes, flags over a recipe, exit codes."""
 
+import contextlib
 import dataclasses
+import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from blockdraft.cli import VERBS, main
+from blockdraft.commands.stops import StopRequested, Stops
 from blockdraft.config import ConfigError, RunConfig, to_json
 from blockdraft.recipes import RECIPES, list_recipes, load_recipe
 
@@ -111,7 +115,9 @@ def test_flags_of_train_stand_over_the_recipe(calls: Calls) -> None:
         runtime=dataclasses.replace(recipe.runtime, targets=("cuda:0", "cuda:1")),
         drafter=dataclasses.replace(recipe.drafter, target_layer_ids=(1, 2)),
     )
-    assert calls == [(expected, Options(trace=5))]
+    ((config, options, stops),) = calls
+    assert (config, options) == (expected, Options(trace=5))
+    assert isinstance(stops, Stops)
 
 
 def test_flags_take_none_empty_tuples_choices_and_switches(calls: Calls) -> None:
@@ -173,3 +179,41 @@ def test_a_recipe_file_without_the_function_names_those_it_has(tmp_path: Path) -
     path.write_text("recipe = 3\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="found no function"):
         load_recipe(str(path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_the_first_step_is_no_error(
+    calls: Calls, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+
+    class Broken(RuntimeError):
+        """What an import that a stop broke off may raise."""
+
+    def stopped(_config: RunConfig, _options: Options, stops: Stops) -> int:
+        with contextlib.suppress(StopRequested):
+            os.kill(os.getpid(), number)
+            while not stops.count:
+                pass
+        raise Broken
+
+    sys.modules[VERBS["train"].module].run = stopped  # type: ignore[attr-defined]
+    assert main(["train", "tiny"]) == 0
+    assert "nothing was trained, nothing to save" in capsys.readouterr().out
+    # Handlers are gone with the command, and errors without a stop are errors.
+    assert signal.getsignal(number) is before
+    calls.error = Broken()
+    sys.modules[VERBS["train"].module].run = calls.run  # type: ignore[attr-defined]
+    with pytest.raises(Broken):
+        main(["train", "tiny"])
+
+
+def test_a_second_signal_leaves_at_once(calls: Calls) -> None:
+    def stopped(_config: RunConfig, _options: Options, stops: Stops) -> int:
+        stops.ask = lambda: None
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    sys.modules[VERBS["train"].module].run = stopped  # type: ignore[attr-defined]
+    assert main(["train", "tiny"]) == 130
