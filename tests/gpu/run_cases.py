@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from blockdraft.config import DrafterConfig, LossConfig, OptimConfig, RuntimeConfig
 from blockdraft.data.anchors import position_weights
@@ -42,6 +42,11 @@ SMOLLM2 = LlamaConfig(
     num_key_value_heads=3, tie_word_embeddings=True, rope_theta=1e5, max_position_embeddings=8192,
 )  # fmt: skip
 """SmolLM2-135M's own shape."""
+HYBRID = Qwen3_5TextConfig(
+    vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8, max_position_embeddings=8192,
+)  # fmt: skip
+"""Recurrent layers on flash-linear-attention's kernels, whose tuners start cold."""
 BLOCK_SIZE = 16
 
 
@@ -261,6 +266,11 @@ def little_shared_memory() -> dict[str, Any]:
     return train(Size(wide, 1024, 64, 40, 8, 1000))
 
 
+def hybrid() -> dict[str, Any]:
+    """Two targets of recurrent layers beside one drafter, on one GPU."""
+    return train(Size(HYBRID, 512, 32, 30, 8, 500, target_devices=("cuda:0", "cuda:0"), topology="pool"))
+
+
 def apart() -> dict[str, Any]:
     """Target and drafter on a GPU each."""
     return train(
@@ -312,6 +322,7 @@ CASES = {
         smollm2_flex,
         smollm2_sdpa,
         little_shared_memory,
+        hybrid,
         apart,
         two_pairs,
         dead_in_collective,

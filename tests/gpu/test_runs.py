@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,14 @@ MIB = 2**20
 
 
 @functools.cache
-def result_of(case):
-    """The JSON line of a run, also shown with `pytest -s`."""
+def result_of(case, start=None):
+    """The JSON line of a run, also shown with `pytest -s`; each `start` has caches of its own, that are empty."""
+    with tempfile.TemporaryDirectory() as cold:
+        caches = {"TRITON_CACHE_DIR": f"{cold}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cold}/inductor"}
+        return run(case, {} if start is None else caches)
+
+
+def run(case, caches):
     source = str(Path(__file__).parents[2] / "src")
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
@@ -29,7 +36,7 @@ def result_of(case):
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": path},
+        env={**os.environ, **caches, "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     *lines, last = done.stdout.splitlines()
@@ -97,6 +104,14 @@ def test_case_29_little_shared_memory_brings_smaller_tiles():
     assert any("out of resource" in line and "trying tiles of" in line for line in found["warm_up"]), found["warm_up"]
     assert len(found["losses"]) == 40
     assert found["losses"][-1] < found["losses"][0] < 10
+    assert found["compilations"] == 0
+
+
+@pytest.mark.parametrize("start", range(5))
+def test_two_hybrid_targets_start_cold_at_once(start):
+    found = result_of("hybrid", start)
+    assert len(found["losses"]) == 30
+    assert all(0 < loss < 20 for loss in found["losses"])
     assert found["compilations"] == 0
 
 
