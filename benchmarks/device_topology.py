@@ -5,8 +5,8 @@ usage: python benchmarks/device_topology.py [--split 5+3] [--pairs] [--shapes qw
 
 Targets take the first devices, drafters the next ones; `--pairs` ties target i to drafter i. `--device cpu` rehearses
 it on threads. Prints tokens per second, what each worker's time went into, depth of the channel, start-up, compilations
-after warm-up, memory, waits for the interpreter lock; both sides alone and the rate that follows from them; and the
-losses beside those of one target and one drafter with the same micro-batches.
+after warm-up, memory, waits for the interpreter lock; each side alone and what `blockdraft plan` makes of
+them; and the losses beside those of one target and one drafter with the same micro-batches.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from blockdraft.data.loader import Loader
 from blockdraft.models.target import Target
 from blockdraft.runtime.chrome_trace import chrome_trace, last_steps
 from blockdraft.runtime.sides import busy_shares
+from blockdraft.runtime.stages import Links, Stages, apart
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.workers import WorkerError
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
     if protection is not None:
         torch.compiler.set_stance("default")
     rates = alone(loader, targets[0], steps[-1], args.steps, most=12)
-    summary(args, split, ran, rates, probe.found(steady))
+    summary(args, split, ran, rates, probe.found(steady), steps)
     if args.compare:
         compare(args, ran, targets[0], steps[0], first, protection)
     if protection is not None:
@@ -186,9 +187,20 @@ def write_trace(ran: Ran, path: Path) -> None:
     say(f"trace of steps {shown.first_step + 1} to {shown.last_step + 1}: {path}")
 
 
-def summary(args: argparse.Namespace, split: Split, ran: Ran, rates: Rates, late: Late) -> None:
+def summary(
+    args: argparse.Namespace, split: Split, ran: Ran, rates: Rates, late: Late, steps: list[DrafterStep]
+) -> None:
     """One line that can stand in a table."""
-    expected = min(len(split.targets) * rates.target, len(split.drafters) * rates.drafter)
+    count = len(split.drafters)
+    weights = list(steps[0].drafter.parameters())
+    stages = Stages(
+        rates.target,
+        rates.drafter,
+        ran.rate * ran.seconds / (len(ran.losses) * count),
+        sum(weight.numel() * weight.element_size() for weight in weights),
+        accumulation=count,
+    )
+    planned = apart(stages, 1, len(split.targets), count, Links())
     busy = busy_shares(ran.pipeline.workers, ran.seconds)
     channel = ran.pipeline.channel
     cells = {
@@ -196,8 +208,9 @@ def summary(args: argparse.Namespace, split: Split, ran: Ran, rates: Rates, late
         "steps": len(ran.losses),
         "tok/s": f"{ran.rate:,.0f}",
         "second half": f"{ran.later_rate:,.0f}",
-        "from both sides alone": f"{expected:,.0f} ({len(split.targets)} x {rates.target:,.0f}, "
-        f"{len(split.drafters)} x {rates.drafter:,.0f})",
+        "plan says": f"{planned.tok_s:,.0f} ({planned.limit})",
+        "target alone": f"{rates.target:,.0f}",
+        "drafter alone": f"{rates.drafter:,.0f}",
         "target busy": f"{busy.target:.0%}",
         "drafter busy": f"{busy.drafter:.0%}",
         "channel": f"{channel.mean_depth():.1f}/{channel.depth * channel.num_drafters}",
