@@ -1,7 +1,11 @@
 """The drafter's step on one GPU: exactness, floors, variants and other trainers, in one process.
 
-usage: PYTHONPATH=src python benchmarks/device_step.py [--parts exact,loss,attention,step,optimizer,peers,profile]
-           [--shapes qwen3-8b,qwen3.6-27b] [--seconds 330] [--quick] [--budget 0.6] [--out DIR] [--rehearse]
+usage: PYTHONPATH=src python benchmarks/device_step.py [--parts exact,floor,step,graph,profile,objectives,...]
+           [--shapes qwen3-8b,qwen3.6-27b] [--variants layer/own/2048 stack/flex/4096] [--seconds 330] [--out DIR]
+           [--rehearse]
+
+Parts run in the order given. A variant is how the stack is compiled / its attention / rows of a chunk of the head; the
+first one is what profile, graph, objectives and optimizer measure.
 
 Protocol: T 4096, A 512, L 16, 5 layers, random data, all-ones loss mask, CUDA events, rotated order; median and
 maximum, peak memory above the resident weights. A part that would start after --seconds is left out and named.
@@ -16,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from device_exact import Check, check_loss, check_masks, check_stack
@@ -24,12 +28,15 @@ from device_peers import peer_steps
 from torch import Tensor
 
 from blockdraft.commands.bench_cases import (
+    Objective,
     Problem,
     choose_between,
+    choose_make_attend,
     head_products,
     loss_step,
     make_drafter,
     make_problem,
+    objective_step,
     presets,
     products,
     stack_step,
@@ -38,6 +45,7 @@ from blockdraft.commands.bench_cases import (
 )
 from blockdraft.commands.bench_timing import (
     Timing,
+    captured,
     finite,
     kernel_classes,
     matrix_rate,
@@ -47,11 +55,14 @@ from blockdraft.commands.bench_timing import (
 )
 from blockdraft.config import OptimConfig
 from blockdraft.models.attention import compile_flex, flex_attend, sdpa_attend
+from blockdraft.models.compiled import How
 from blockdraft.models.drafter import Attend, Drafter
 from blockdraft.training.head_loss import even_chunk
 from blockdraft.training.optim import MasterOptimizer
 
-PARTS: Final = ("exact", "floor", "step", "profile", "loss", "attention", "peers", "optimizer")
+PARTS: Final = (
+    "exact", "floor", "step", "graph", "profile", "objectives", "loss", "between", "attention", "peers", "optimizer",
+)  # fmt: skip
 CHUNK: Final = 4096
 
 
@@ -111,8 +122,8 @@ def exact(run: Run) -> None:
 class Case:
     """One set of shapes: problem, drafter, variants."""
 
-    def __init__(self, run: Run, name: str, is_first: bool) -> None:
-        self.run, self.name, self.is_first = run, name, is_first
+    def __init__(self, run: Run, name: str) -> None:
+        self.run, self.name = run, name
         self.forwards: dict[Any, Callable[[], Tensor]] = {}
         shape = presets()[name]
         self.num_tokens, self.num_anchors = (256, 24) if run.options.rehearse else (4096, 512)
@@ -152,34 +163,48 @@ class Case:
         return bool(done)
 
     def step(self) -> None:
-        """Variants of the whole step and the peers, rotated."""
+        """Variants of the whole step, and the peers if asked for, rotated."""
         options = self.run.options
-        variants: dict[str, tuple[Any, Any, int]] = {"stack, fused loss": ("stack", "triton", CHUNK)}
-        if self.is_first and not options.quick:
-            variants |= {
-                "stack, fused loss, chunk 2048": ("stack", "triton", 2048),
-                "stack, reference loss": ("stack", "reference", CHUNK),
-                "layer, fused loss": ("layer", "triton", CHUNK),
-                "attention only, fused loss": ("attention", "triton", CHUNK),
-            }
-        variants |= {f"stack, memory budget {share}": (share, "triton", CHUNK) for share in options.budget}
         steps: dict[str, Callable[[], Tensor]] = {}
-        for what, (how, loss, chunk) in variants.items():
-            if how not in self.forwards:
-                self.forwards[how] = stack_step(self.problem, self.drafter, how if isinstance(how, str) else "stack")
-            stage = "eager" if options.rehearse and loss == "triton" else loss
-            step = whole_step(self.drafter, self.forwards[how], loss_step(self.problem, stage, chunk))
-            # Below 1 the compiler recomputes more in the backward pass; it reads the setting when it compiles.
-            share = how if isinstance(how, float) else 1.0
-            with torch._functorch.config.patch(activation_memory_budget=share):
-                if self.warm(what, step):
-                    steps[what] = step
-        self.best = steps.get("stack, fused loss")
+        for what in options.variants:
+            how, attention, chunk = what.split("/")
+            step = self.make(how, attention, int(chunk))
+            if self.warm(what, step):
+                steps[what] = step
+                self.best = self.best or step
         if "peers" in options.parts:
             for what, step in peer_steps(self.problem, self.run.dtype, self.run.say).items():
                 if self.warm(what, step):
                     steps[what] = step
         self.show(time_rotated(self.run.device, steps, 2 if options.rehearse else 4, 3))
+
+    def make(self, how: str, attention: str, chunk: int, objective: Objective = "ce") -> Callable[[], Tensor]:
+        """A whole step; its forward is compiled once for all of a kind."""
+        if (how, attention) not in self.forwards:
+            chosen: Any = "sdpa" if self.run.options.rehearse else attention
+            self.forwards[how, attention] = stack_step(self.problem, self.drafter, cast(How, how), chosen)
+        return whole_step(self.drafter, self.forwards[how, attention], objective_step(self.problem, objective, chunk))
+
+    def objectives(self) -> None:
+        """The first variant with each objective, rotated."""
+        how, attention, chunk = self.run.options.variants[0].split("/")
+        names: tuple[Objective, ...] = ("ce", "dpace", "kl")
+        steps = {name: self.make(how, attention, int(chunk), name) for name in names}
+        for step in steps.values():
+            finite(step())
+        self.show(time_rotated(self.run.device, {f"objective {name}": step for name, step in steps.items()}, 3, 3))
+
+    def graph(self) -> None:
+        """The first variant replayed as one CUDA graph, beside itself."""
+        if self.best is None or self.run.options.rehearse:
+            return
+        started = time.perf_counter()
+        self.best()
+        host = (time.perf_counter() - started) * 1e3
+        torch.cuda.synchronize()
+        steps = {"without a graph": self.best, "as one CUDA graph": captured(self.best)}
+        self.run.say(f"{self.name} | the host needs {host:.1f} ms for a step without a graph")
+        self.show(time_rotated(self.run.device, steps, 4, 3))
 
     def floor(self) -> None:
         """Each matrix product's shape alone, and attention alone."""
@@ -218,7 +243,9 @@ class Case:
         else:
             windows = presets()["qwen3.6-27b-windows"]
             attends["flex, full"] = (flex_attend(shape, *numbers, compile_flex()), 0)
-            attends["flex, window 2048"] = (flex_attend(windows, *numbers, compile_flex()), 0)
+            make_own = choose_make_attend("own", "nothing")
+            attends["own, full"] = (make_own(shape, *numbers), 0)
+            attends["own, window 2048"] = (make_own(windows, *numbers), 0)
         upstream_RHQE = torch.randn_like(tensors[0])
 
         for what, (attend, layer) in attends.items():
@@ -256,18 +283,19 @@ class Case:
                     self.run.keep(f"{self.name} loss {what}", spent)
 
                 self.run.attempt(f"{self.name} loss {stage} {chunk}", measure)
-        self._between(hidden_ND.detach())
 
-    def _between(self, hidden_ND: Tensor) -> None:
+    def between(self) -> None:
+        """The stage between the loss's products, by its block and warps."""
         head_VD, finish = self.problem.ends.head_weight, (1.0, None)
-        product_MV = torch.mm(hidden_ND[:1920] * 0.3, head_VD.t())
+        hidden_MD = torch.randn(min(1920, self.rows), head_VD.shape[1], device=self.run.device, dtype=self.run.dtype)
+        product_MV = torch.mm(hidden_MD * 0.3, head_VD.t())
         label_M = self.problem.label_N[: len(product_MV)]
         from blockdraft.training.head_loss import Finish
 
         between = choose_between("eager" if self.run.options.rehearse else "triton")
         settings: list[tuple[int, int]] = [(0, 0)]
         if not self.run.options.rehearse:
-            settings = [(4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32)]
+            settings = [(4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 32)]
         for block, warps in settings:
 
             def measure(block: int = block, warps: int = warps) -> None:
@@ -295,17 +323,31 @@ class Case:
         self.run.keep(f"{self.name} kernels", {kind: share._asdict() for kind, share in shares.items()})
 
     def optimizer(self) -> None:
-        """The update, clipping included, and adding gradients into the masters."""
+        """The update with clipping: gradients where the backward leaves them, and added up in float32."""
         optimizer = MasterOptimizer(self.drafter, OptimConfig())
-        for weight, gradient in zip(optimizer.masters.values(), optimizer.gradients(), strict=True):
-            gradient.copy_(torch.randn_like(weight) * 1e-3)
-        spent = time_alone(self.run.device, lambda: optimizer.step(0.0), repeats=5)
-        self.run.say(f"{self.name} | optimizer step with clipping {spent:.2f} ms")
-        self.run.keep(f"{self.name} optimizer", spent)
-        if self.best is not None:
-            whole = time_alone(self.run.device, self.best, repeats=5)
-            self.run.say(f"{self.name} | step with gradients added into float32 masters {whole:.1f} ms")
-            self.run.keep(f"{self.name} step with masters", whole)
+        count = sum(weight.numel() for weight in optimizer.weights.values())
+        for dtype in (self.run.dtype, torch.float32):
+            holders = optimizer.masters if dtype == torch.float32 else optimizer.weights
+            made = {name: torch.randn_like(weight, dtype=dtype) * 1e-3 for name, weight in optimizer.weights.items()}
+
+            def update(
+                made: dict[str, Tensor] = made, holders: Any = holders, is_kept: bool = dtype != torch.float32
+            ) -> None:
+                if is_kept:
+                    optimizer.keep_gradients()
+                for name, gradient in made.items():
+                    holders[name].grad = gradient
+                optimizer.step(0.0)
+
+            spent = time_alone(self.run.device, update, repeats=7)
+            # Norm and update read the gradient; master and moments are read and written, the weight is written.
+            moved = count * (2 * dtype.itemsize + 3 * 8 + self.run.dtype.itemsize)
+            self.run.say(
+                f"{self.name} | update with clipping, gradients {dtype}: {spent:.2f} ms, {moved / spent / 1e9:.2f} TB/s"
+            )
+            self.run.keep(f"{self.name} optimizer {dtype}", spent)
+            for holder in holders.values():
+                holder.grad = None
 
 
 def main() -> int:
@@ -314,12 +356,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="qwen3-8b,qwen3.6-27b")
     parser.add_argument("--seconds", type=float, default=330.0)
     parser.add_argument("--out", default="")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="only the default variant of the step; so it is for the second shapes anyway",
-    )
-    parser.add_argument("--budget", type=float, nargs="*", default=[], help="shares of activation memory to try")
+    parser.add_argument("--variants", nargs="+", default=["layer/own/2048"])
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     options.parts = options.parts.split(",")
@@ -331,11 +368,11 @@ def main() -> int:
     run.say(f"torch {torch.__version__}, {torch.cuda.get_device_name() if run.device.type == 'cuda' else 'CPU'}")
     if "exact" in options.parts:
         exact(run)
-    for number, name in enumerate(["tiny"] if options.rehearse else options.shapes.split(",")):
+    for name in ["tiny"] if options.rehearse else options.shapes.split(","):
         torch.compiler.reset()
-        case = Case(run, name, number == 0)
-        for part in PARTS:
-            if part in options.parts and part not in ("exact", "peers"):
+        case = Case(run, name)
+        for part in options.parts:
+            if part not in ("exact", "peers"):
                 run.attempt(f"{name} {part}", vars(Case)[part].__get__(case))
         del case
         if run.device.type == "cuda":

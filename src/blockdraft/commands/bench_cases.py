@@ -4,6 +4,7 @@ R rows (1 here), T context tokens, A anchors, L block size, S = L - 1 drafted sl
 C captured layers, N = A * S drafted rows, V ids of the head, H heads, G key/value heads, E head width.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
@@ -17,8 +18,10 @@ from blockdraft.models.blocks import block_positions
 from blockdraft.models.compiled import How, compile_drafter
 from blockdraft.models.drafter import Drafter, DrafterShape
 from blockdraft.models.ends import Ends
-from blockdraft.training.head_loss import Between, between_eager, head_loss
-from blockdraft.training.loss import SlotLoss, slot_loss, weighted_loss
+from blockdraft.training.head_kl import choose_slot_kl
+from blockdraft.training.head_loss import Between, between_eager, choose_slot_loss, head_loss
+from blockdraft.training.loss import SlotLoss, dpace_weights, slot_loss, weighted_loss
+from blockdraft.training.step import MakeAttend
 
 Loss = Literal["triton", "inductor", "eager", "reference"]
 
@@ -125,20 +128,27 @@ def make_drafter(shape: DrafterShape, device: torch.device, dtype: torch.dtype) 
     return drafter
 
 
-def stack_step(problem: Problem, drafter: Drafter, how: How) -> Callable[[], Tensor]:
+Attention = Literal["own", "flex", "sdpa"]
+
+
+def choose_make_attend(attention: Attention, how: How) -> MakeAttend:
+    """`own` and `flex` need a GPU; flex_attention is compiled by itself where nothing around it is."""
+    if attention == "sdpa":
+        return sdpa_attend
+    if attention == "own":
+        # Only GPUs have Triton.
+        from blockdraft.models.block_attention import kernel_attend
+
+        return kernel_attend
+    return bare_flex_attend if how in ("stack", "layer") else functools.partial(flex_attend, compiled=compile_flex())
+
+
+def stack_step(problem: Problem, drafter: Drafter, how: How, attention: Attention) -> Callable[[], Tensor]:
     """The drafter's forward, mask included: hidden states of the drafted slots, [N, D]."""
-    run = compile_drafter(drafter, how)
-    is_cuda = problem.features_RTC.device.type == "cuda"
-    compiled = compile_flex() if is_cuda and how in ("attention", "nothing") else None
+    run, make_attend = compile_drafter(drafter, how), choose_make_attend(attention, how)
 
     def forward() -> Tensor:
-        numbers = (problem.shape, problem.document_RT, problem.position_RT, problem.anchor_RA)
-        if not is_cuda:
-            attend = sdpa_attend(*numbers)
-        elif compiled is not None:
-            attend = flex_attend(*numbers, compiled)
-        else:
-            attend = bare_flex_attend(*numbers)
+        attend = make_attend(problem.shape, problem.document_RT, problem.position_RT, problem.anchor_RA)
         block_position_RQ = block_positions(problem.position_RT, problem.anchor_RA, problem.shape.block_size)
         return run(problem.features_RTC, problem.position_RT, problem.block_RQD, block_position_RQ, attend)[0]
 
@@ -166,6 +176,32 @@ def loss_step(problem: Problem, loss: Loss, chunk_rows: int) -> Callable[[Tensor
         else:
             found = head_loss(hidden_ND, problem.label_N, problem.ends, chunk_rows, between)
         return weighted_loss(found.ce_N, problem.weight_N, denominator)
+
+    return run
+
+
+Objective = Literal["ce", "dpace", "kl"]
+
+
+def objective_step(problem: Problem, objective: Objective, chunk_rows: int) -> Callable[[Tensor], Tensor]:
+    """The loss of drafted hidden states as the training step makes it."""
+    device, weight_N = problem.features_RTC.device, problem.weight_N
+    lose_ce, lose_kl = choose_slot_loss(device), choose_slot_kl(device)
+    denominator = float(weight_N.sum())
+    final_ND = (
+        torch.randn(len(problem.label_N), problem.shape.hidden_size, device=device) if objective == "kl" else None
+    )
+
+    def run(hidden_ND: Tensor) -> Tensor:
+        if final_ND is not None:
+            kl_N = lose_kl(hidden_ND, final_ND.to(hidden_ND.dtype), problem.ends, chunk_rows).kl_N
+            return weighted_loss(kl_N, weight_N, denominator)
+        ce_N = lose_ce(hidden_ND, problem.label_N, problem.ends, chunk_rows).ce_N
+        if objective == "ce":
+            return weighted_loss(ce_N, weight_N, denominator)
+        by_block = (1, problem.anchor_RA.shape[1], -1)
+        ce_RAS, is_supervised_RAS = ce_N.view(by_block), (weight_N > 0).view(by_block)
+        return weighted_loss(ce_RAS, dpace_weights(ce_RAS, is_supervised_RAS), float(is_supervised_RAS.sum()))
 
     return run
 

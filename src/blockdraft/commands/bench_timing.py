@@ -110,6 +110,8 @@ def products_floor(
 
 CLASSES = {
     "loss between products": ("_between",),
+    "attention backward": ("query_kernel", "context_kernel", "block_kernel", "delta_kernel"),
+    "attention forward": ("forward_kernel",),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk", "triton_mm", "triton_tem_fused_mm"),
     "copies": ("Memcpy", "Memset"),
     "fused elementwise": ("triton_",),
@@ -155,6 +157,20 @@ def kernel_classes(function: Callable[[], Any], steps: int = 3) -> dict[str, Ker
         kind: KernelShare(total, count_of[kind], max(names[kind], key=names[kind].__getitem__)[:70])
         for kind, total in sorted(time_of.items(), key=lambda item: -item[1])
     }
+
+
+def captured(step: Callable[[], Tensor]) -> Callable[[], None]:
+    """A step as one CUDA graph. It ran before, so that nothing compiles; what it reads and makes stays where it is."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # As a worker would have to: other threads go on allocating.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 def finite(loss: Tensor) -> Tensor:

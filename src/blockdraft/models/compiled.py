@@ -121,8 +121,16 @@ def _kinds(drafter: Drafter) -> list[Kind]:
 
 
 def _as_layer(attend: Attend, number: int) -> Attend:
-    def attend_as(_layer: int, *streams: Tensor) -> Tensor:
-        return attend(number, *streams)
+    def attend_as(
+        layer: int,
+        query_RHQE: Tensor,
+        context_key_RGTE: Tensor,
+        context_value_RGTE: Tensor,
+        block_key_RGQE: Tensor,
+        block_value_RGQE: Tensor,
+    ) -> Tensor:
+        # `layer` is not read: if it were, each layer would be compiled for its own number.
+        return attend(number, query_RHQE, context_key_RGTE, context_value_RGTE, block_key_RGQE, block_value_RGQE)
 
     return attend_as
 
@@ -143,7 +151,8 @@ KEPT: Final = ("aten::mm", "aten::addmm", "blockdraft::block_attention", "flex_a
 
 
 def _contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy)
+    found: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
+    return found
 
 
 def _policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
