@@ -43,7 +43,7 @@ SMOLLM2 = LlamaConfig(
 )  # fmt: skip
 """SmolLM2-135M's own shape."""
 HYBRID = Qwen3_5TextConfig(
-    vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+    vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8, max_position_embeddings=8192,
 )  # fmt: skip
 """Recurrent layers on flash-linear-attention's kernels, whose tuners start cold."""
