@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from blockdraft.commands.report import RunFiles
-from blockdraft.commands.report_plots import Line, line_plot, slot_plot
+from blockdraft.commands.report_plots import Line, heat_plot, line_plot, slot_plot
 from blockdraft.commands.report_style import SCRIPT, STYLE
 from blockdraft.commands.report_timeline import timeline
 
@@ -21,6 +21,8 @@ SHARES = {
     "boundary": ("saving, evaluating", "--c5"),
 }
 """Fields of a sample, with their names and colours."""
+MOST_LINES = 4
+"""Workers that one plot shows as lines."""
 
 
 def page(found: RunFiles) -> str:
@@ -145,10 +147,6 @@ def _speed(found: RunFiles) -> list[tuple[str, str, str]]:
     samples = list({line["step"]: line for line in reversed(found.samples)}.values())[::-1]
     steps = [line["step"] for line in samples]
     workers = list(dict.fromkeys(name for line in samples for name in line["workers"]))
-    busy = [
-        Line(name, steps, [_times(line["workers"].get(name, {}).get("busy"), 100) for line in samples])
-        for name in workers
-    ]
     depth = max((line["channel_depth"] for line in samples), default=1)
     rings = max((len(line["channel"]) for line in samples), default=0)
     channel = [
@@ -169,12 +167,26 @@ def _speed(found: RunFiles) -> list[tuple[str, str, str]]:
          line_plot([throughput(found.steps)], unit="tokens/s", zero=True)
          or _empty("Fewer than two steps were recorded.")),
         ("Busy", "Share of the time that each worker computed.",
-         line_plot(busy, unit="% of the time", zero=True, most=100.0) or missing),
+         _busy_plot(samples, workers) or missing),
         ("Channel", f"Filled slots of each drafter's ring, of {depth}.",
          line_plot(channel, unit="filled slots", zero=True, most=float(depth)) or missing),
         ("Memory", "What each GPU's allocator has given out and holds, and the process on the host.",
          line_plot(memory, unit="GiB", zero=True) or missing),
     ]  # fmt: skip
+
+
+def _busy_plot(samples: Sequence[Mapping[str, Any]], workers: Sequence[str]) -> str:
+    """Lines of a few workers; more would cover each other, so they become rows of colours."""
+    steps = [line["step"] for line in samples]
+    shares = [[line["workers"].get(name, {}).get("busy") for name in workers] for line in samples]
+    if len(workers) > MOST_LINES:
+        rows = [list(reversed(one)) for one in shares]
+        return heat_plot(steps, rows, list(reversed(workers)), rows_are="worker", title="", most=1.0)
+    lines = [
+        Line(name, steps, [None if one[index] is None else 100 * one[index] for one in shares])
+        for index, name in enumerate(workers)
+    ]
+    return line_plot(lines, unit="% of the time", zero=True, most=100.0)
 
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> Line:
@@ -330,10 +342,6 @@ def _seconds(steps: Sequence[Mapping[str, Any]]) -> float:
         total += line["seconds"] - before if line["seconds"] >= before else line["seconds"]
         before = line["seconds"]
     return total
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def _from_to(values: Sequence[float | None]) -> str:

@@ -74,35 +74,50 @@ def line_plot(lines: Sequence[Line], *, unit: str, zero: bool = False, most: flo
 
 
 def slot_plot(steps: Sequence[float], share_by_slot: Sequence[Sequence[float | None]]) -> str:
-    """Shares as colours: steps to the right, slots upwards, slot 1 at the bottom. The scale ends where the data do."""
+    """Shares by slot as colours, slot 1 at the bottom. The scale ends where the data do."""
     num_slots = max((len(shares) for shares in share_by_slot), default=0)
-    if not num_slots:
-        return ""
-    columns = _columns(steps, share_by_slot, num_slots)
-    known = [share for _, shares in columns for share in shares if share is not None]
+    names = [str(slot) for slot in range(1, num_slots + 1)]
+    known = [share for shares in share_by_slot for share in shares if share is not None]
     most = next((end for end in (0.1, 0.25, 0.5) if max(known, default=1.0) <= end), 1.0)
+    return heat_plot(steps, share_by_slot, names, rows_are="slot", title="slot of the block", most=most)
+
+
+def heat_plot(
+    steps: Sequence[float],
+    shares_by_step: Sequence[Sequence[float | None]],
+    names: Sequence[str],
+    *,
+    rows_are: str,
+    title: str,
+    most: float,
+) -> str:
+    """Shares as colours: steps to the right, rows upwards from the first name; the scale goes from 0 to `most`."""
+    if not names or not steps:
+        return ""
+    columns = _columns(steps, shares_by_step, len(names))
     right = WIDTH - RIGHT - 64
-    width, height = (right - LEFT) / len(columns), (HEIGHT - TOP - BOTTOM) / num_slots
+    width, height = (right - LEFT) / len(columns), (HEIGHT - TOP - BOTTOM) / len(names)
     parts = []
     for column, (step, shares) in enumerate(columns):
-        for slot, share in enumerate(shares):
+        for row, share in enumerate(shares):
             if share is not None:
-                left, top = LEFT + column * width, HEIGHT - BOTTOM - (slot + 1) * height
+                left, top = LEFT + column * width, HEIGHT - BOTTOM - (row + 1) * height
+                about = html.escape(f"step {step:,.0f}, {rows_are} {names[row]}: {share:.1%}")
                 parts.append(
                     f'<rect class="cell" x="{left:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" '
-                    f'fill="{heat(share / most)}"><title>step {step:,.0f}, slot {slot + 1}: {share:.1%}</title></rect>'
+                    f'fill="{heat(share / most)}"><title>{about}</title></rect>'
                 )
-    every = max(1, math.ceil(num_slots / 8))
-    for slot in range(1, num_slots + 1, every):
-        middle = HEIGHT - BOTTOM - (slot - 0.5) * height
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{middle + 4:.1f}" text-anchor="end">{slot}</text>')
+    every = max(1, math.ceil(len(names) / 8))
+    for row in range(0, len(names), every):
+        middle, label = HEIGHT - BOTTOM - (row + 0.5) * height, html.escape(names[row])
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{middle + 4:.1f}" text-anchor="end">{label}</text>')
     for column in _labelled([step for step, _ in columns]):
         at, top = LEFT + (column + 0.5) * width, HEIGHT - BOTTOM + 18
         label = f"{columns[column][0]:,.0f}"
         parts.append(f'<text class="tick" x="{at:.1f}" y="{top}" text-anchor="middle">{label}</text>')
-    parts.append(_titles("slot of the block", (LEFT + right) / 2))
+    parts.append(_titles(title, (LEFT + right) / 2))
     parts.append(_heat_scale(right + 18, most))
-    return _svg(parts, None, "share by slot over steps")
+    return _svg(parts, None, f"share by {rows_are} over steps")
 
 
 def _labelled(steps: Sequence[float]) -> list[int]:
@@ -131,16 +146,16 @@ def heat(share: float) -> str:
 
 
 def _columns(
-    steps: Sequence[float], share_by_slot: Sequence[Sequence[float | None]], num_slots: int
+    steps: Sequence[float], shares_by_step: Sequence[Sequence[float | None]], num_rows: int
 ) -> list[tuple[float, list[float | None]]]:
     """At most 96 columns, each the mean of the steps that fall into it."""
     size = max(1, math.ceil(len(steps) / 96))
     columns = []
     for start in range(0, len(steps), size):
-        chosen = share_by_slot[start : start + size]
+        chosen = shares_by_step[start : start + size]
         shares: list[float | None] = []
-        for slot in range(num_slots):
-            known = [row[slot] for row in chosen if slot < len(row)]
+        for row in range(num_rows):
+            known = [one[row] for one in chosen if row < len(one)]
             finite = [value for value in known if value is not None and math.isfinite(value)]
             shares.append(sum(finite) / len(finite) if finite else None)
         columns.append((steps[min(start + size, len(steps)) - 1], shares))

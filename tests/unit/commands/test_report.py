@@ -187,6 +187,22 @@ def test_numbers_that_are_not_finite_are_gaps_and_skipped_steps_are_said():
     assert "nan" not in text.lower().replace("naming", "")
 
 
+def test_many_workers_are_rows_of_colours():
+    shares = sample(1)["workers"]["target 0"]
+    names = [*(f"target {i}" for i in range(5)), *(f"drafter {i}" for i in range(3))]
+    samples = [
+        sample(step) | {"workers": {name: shares | {"busy": i / 10} for i, name in enumerate(names)}}
+        for step in range(1, 30)
+    ]
+    text = page(run_files(samples=samples))
+    part = next(part for part in text.split('<div class="card">') if "<h3>Busy" in part)
+    assert part.count('class="cell"') == 8 * 29 + 40
+    assert "step 1, worker target 3: 30.0%" in part
+    # The first worker is on top.
+    level = {name: float(re.search(rf'y="([\d.]+)" text-anchor="end">{name}<', part)[1]) for name in names}
+    assert sorted(names, key=level.__getitem__) == names
+
+
 def test_one_step_is_a_dot():
     drawn = line_plot([Line("loss", [1], [2.5])], unit="loss")
     assert drawn.count("<circle") == 1
