@@ -1,6 +1,7 @@
 """The table of tile sizes, and how Triton's refusal is found in what others make of it."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,9 @@ def test_the_reason_is_found_in_a_message_alone():
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), ValueError("shapes differ")])
 def test_other_errors_are_none_of_it(error):
     assert lacks_resources(error) == ""
+
+
+def test_the_documentation_has_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "performance.md").read_text()
+    rows = [f"| {number} | {tiles} |" for number, tiles in enumerate(SMALLER, start=2)]
+    assert "\n".join(rows) in page
