@@ -18,6 +18,7 @@ import torch
 
 from blockdraft.commands import boundary, train
 from blockdraft.commands.run_directory import check_directory
+from blockdraft.commands.tracking import MetricsFile
 from blockdraft.config import ConfigError
 from blockdraft.data.conversations import write_conversations
 from blockdraft.data.position import position_at
@@ -185,6 +186,25 @@ def test_a_disk_that_fills_up_in_a_save_ends_the_run_and_keeps_the_last_checkpoi
     verify(root / "step_00000005")
     assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
     assert_same_run(tmp_path / "run", whole)
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_a_message(files, tmp_path, monkeypatch, capsys):
+    whole, lines = MetricsFile.write, []
+
+    def write(self, values):
+        lines.append(values)
+        if len(lines) == 8:
+            raise OSError(28, "No space left on device")
+        whole(self, values)
+
+    monkeypatch.setattr(MetricsFile, "write", write)
+    assert train.run(tiny_config(files, tmp_path, steps=400), train.Options()) == 1
+    said = capsys.readouterr().err
+    assert f"error: control could not write to {tmp_path}: [Errno 28] No space left on device; free space there" in said
+    assert worker_threads() == []
+    # A checkpoint of a later step, without its metrics, is given up.
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
+    assert f"the last complete checkpoint is {tmp_path}/checkpoints/step_00000005" in said
 
 
 def test_a_disk_without_room_is_said_before_the_run(files, tmp_path, monkeypatch):

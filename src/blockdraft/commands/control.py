@@ -5,6 +5,7 @@ Saving and evaluating begin in drafter 0's thread, between two of its steps (bou
 
 import dataclasses
 import queue
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,6 +268,9 @@ class Control:
             if isinstance(error, WorkerError) and NodeLost.__name__ in str(error):
                 reason = self.world.reason(2.0)
                 raise WorkerError(f"{error}\n{reason}" if reason else str(error)) from error
+            if isinstance(error, OSError):
+                what = f"control could not write to {self.run_dir}: {error}"
+                raise WorkerError(f"{what}; free space there\n{traceback.format_exc()}") from error
             raise
         self._say_end(pipeline)
         return 0

@@ -38,7 +38,8 @@ class MetricsFile:
         side = path.with_name(path.name + ".writing")
         side.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         side.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: after a write that failed there is nothing left that closing would try to write again.
+        self._file = path.open("ab", buffering=0)
         self._moved, self._last_step = threading.Condition(), first_step
 
     def write(self, values: dict[str, Any]) -> None:
@@ -48,8 +49,9 @@ class MetricsFile:
             for name, value in values.items()
         }
         with self._moved:
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
+            line = memoryview((json.dumps(finite) + "\n").encode())
+            while line:
+                line = line[self._file.write(line) :]
             self._last_step = max(self._last_step, int(values["step"]))
             self._moved.notify_all()
 

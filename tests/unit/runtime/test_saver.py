@@ -1,5 +1,6 @@
 """Saving beside training: what is written is what was there when it was asked for."""
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_an_error_ends_the_run_and_every_later_save(tmp_path, monkeypatch):
     assert bench.errors == [bench.saver.error]
     assert "saving failed in the writer:\nTraceback" in bench.saver.error
     assert "No space left on device" in bench.saver.error
+
+
+def test_a_full_disk_is_said_without_a_traceback(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=1000))
+    bench.saver.save(7)
+    bench.finish()
+    (message,) = bench.errors
+    assert message.startswith(f"saving failed: {tmp_path}: the checkpoint of step 7 needs 0.")
+    assert "Traceback" not in message
 
 
 def test_no_checkpoint_is_ahead_of_its_metrics(tmp_path):
