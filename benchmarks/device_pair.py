@@ -108,11 +108,11 @@ def clear() -> None:
 
 
 def part_sums(bench: Bench) -> None:
-    time_sums(bench, bench.several, (1, 2))
+    time_sums(bench, bench.several, ((1, None), (2, None), (1, 16), (1, 8), (1, 4)))
 
 
 def part_whole(bench: Bench) -> None:
-    time_sums(bench, bench.single, (1,))
+    time_sums(bench, bench.single, ((1, None),))
 
 
 def part_steps(bench: Bench) -> None:
@@ -126,13 +126,13 @@ def part_steps(bench: Bench) -> None:
         say(f"one drafter compiled by {how}: {' '.join(f'{ms:.2f}' for ms in found)} ms a step, update included")
 
 
-def time_sums(bench: Bench, how: How, counts: tuple[int, ...]) -> None:
+def time_sums(bench: Bench, how: How, variants: tuple[tuple[int, int | None], ...]) -> None:
     steps = [bench.step(index, how) for index in range(2)]
     width = bench.target(0).hidden_size * len(bench.target(0).layer_ids)
-    for micro_batches in counts:
+    for micro_batches, ctas in variants:
         bench.let_compile()
-        for line in measure_sums(steps, bench.fills(2), width, micro_batches):
-            say(f"compiled by {how}, {micro_batches} micro-batches a replica: {line}")
+        for line in measure_sums(steps, bench.fills(2), width, micro_batches, ctas):
+            say(f"by {how}, {micro_batches} micro-batches a replica, NCCL's CTAs {ctas or 'its own choice'}: {line}")
 
 
 def part_losses(bench: Bench) -> None:

@@ -115,8 +115,8 @@ def _say_nothing(_name: str) -> None:
 class Contest:
     """All replicas run each way in turn, at the same time; of every way the slower replica counts."""
 
-    def __init__(self, replicas: list[Replica], rounds: int) -> None:
-        self.replicas, self.rounds = replicas, rounds
+    def __init__(self, replicas: list[Replica], rounds: int, most_ctas: int | None) -> None:
+        self.replicas, self.rounds, self.most_ctas = replicas, rounds, most_ctas
         self.store = join_world().store
         self.together = threading.Barrier(len(replicas))
         self.compiling = threading.Lock()
@@ -150,7 +150,9 @@ class Contest:
             replica.run("without")
             replica.run("without")
         self.together.wait(200)
-        replica.total = GradientSum(self.store, rank, len(self.replicas), replica.device, 60.0, lambda: None)
+        replica.total = GradientSum(
+            self.store, rank, len(self.replicas), replica.device, 60.0, most_ctas=self.most_ctas
+        )
         replica.step.join(replica.total)
         zeros = replica.like_gradients()
         for number in range(self.rounds):
@@ -177,11 +179,11 @@ class Contest:
 
 
 def measure_sums(
-    steps: list[DrafterStep], fills: list[Fill], width: int, micro_batches: int, rounds: int = 2
+    steps: list[DrafterStep], fills: list[Fill], width: int, micro_batches: int, most_ctas: int | None = None
 ) -> Iterator[str]:
     """Lines with milliseconds of a step, each way."""
     replicas = [Replica(step, fill, width, micro_batches) for step, fill in zip(steps, fills, strict=True)]
-    contest = Contest(replicas, rounds)
+    contest = Contest(replicas, 2 if most_ctas is None else 1, most_ctas)
     best = contest.run()
     yield ", ".join(f"{way} {ms:.2f} ms" for way, ms in best.items())
     for way, found in contest.found.items():

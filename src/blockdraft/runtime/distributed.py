@@ -36,6 +36,10 @@ BEAT_SECONDS = 1.0
 POLL_SECONDS = 0.002
 
 
+NCCL_CTAS: int | None = None
+"""None: NCCL's own choice."""
+
+
 class NodeLost(RuntimeError):
     """Another process of this run ended, or is not heard of any more."""
 
@@ -245,8 +249,12 @@ class GradientSum:
         device: torch.device,
         timeout_s: float,
         meet: Callable[[], None] = lambda: None,
+        most_ctas: int | None = NCCL_CTAS,
     ) -> None:
-        """`meet`: called before a step's first sum; returns when all drafters of this process are there, or raises."""
+        """`meet`: called before a step's first sum; returns when all drafters of this process are there, or raises.
+
+        `most_ctas`: multiprocessors that NCCL may take from the backward beside it; None leaves it to NCCL.
+        """
         self.device, self.rank, self.size, self.timeout_s, self.meet = device, rank, size, timeout_s, meet
         kept = c10d.PrefixStore("drafters", store)
         timeout = timedelta(seconds=timeout_s)
@@ -258,6 +266,10 @@ class GradientSum:
                 os.environ.setdefault(name, value)
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = timeout
+            # Its blocks get in as soon as one of the backward's ends.
+            options.is_high_priority_stream = True
+            if most_ctas is not None:
+                options.config.max_ctas = most_ctas
             self.group: Any = c10d.ProcessGroupNCCL(kept, rank, size, options)
         else:
             self.group = c10d.ProcessGroupGloo(kept, rank, size, timeout)
