@@ -27,7 +27,7 @@ from blockdraft.models.kernels import use_torch_on_cpu
 from blockdraft.models.packed_check import one_document_a_row, skip_packed_check
 from blockdraft.models.target_facts import find_ends, read_facts
 from blockdraft.models.target_fast_ops import Ops
-from blockdraft.models.target_pass import check_float8, choose_pass
+from blockdraft.models.target_pass import check_float8, choose_pass, tune_recurrent
 from blockdraft.models.target_split import find_text_model, place, replica_devices
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -74,6 +74,7 @@ class Target:
         if self.device.type == "cpu":
             use_torch_on_cpu(model)
         skip_packed_check()
+        tune_recurrent(self.text_model)
         self.layer_ids = layer_ids or default_layer_ids(self.num_layers, num_drafter_layers)
         if not all(0 <= layer < self.num_layers for layer in self.layer_ids):
             raise ConfigError(

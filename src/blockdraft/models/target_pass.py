@@ -3,6 +3,7 @@
 B documents of a target batch, S tokens of a document.
 """
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from blockdraft.config import ConfigError
 from blockdraft.models.ends import Ends
 from blockdraft.models.target_fast import FastTarget
-from blockdraft.models.target_fast_layers import UnknownStructure
+from blockdraft.models.target_fast_layers import TUNED_TOKENS, UnknownStructure
 from blockdraft.models.target_fast_ops import Ops
 from blockdraft.models.target_split import replica_devices
 
@@ -42,6 +43,27 @@ def check_float8(device: str | torch.device) -> None:
                 f"target.dtype=float8 needs compute capability {FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]} or newer, "
                 f"{one} has {found[0]}.{found[1]}; use bfloat16"
             )
+
+
+@torch.no_grad()
+def tune_recurrent(text_model: nn.Module) -> None:
+    """Lets the recurrent kernels of transformers' own forward choose their settings on a batch of a usual size.
+
+    They choose on their first call, for any number of tokens, and keep the choice on disk; a target's first forward has
+    eight tokens.
+    """
+    weight = next(text_model.parameters())
+    sizes = ("num_v_heads", "head_k_dim", "head_v_dim")
+    layers = [vars(module) for module in text_model.modules() if set(sizes) <= vars(module).keys()]
+    if weight.device.type != "cuda" or not layers or importlib.util.find_spec("fla") is None:
+        return
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    heads, dim_k, dim_v = (int(layers[0][size]) for size in sizes)
+    key, value = (weight.new_ones(*TUNED_TOKENS, heads, dim) for dim in (dim_k, dim_v))
+    beta = weight.new_full((*TUNED_TOKENS, heads), 0.5)
+    torch.cuda.set_device(weight.device)
+    chunk_gated_delta_rule(key, key, value, -beta.float(), beta, use_qk_l2norm_in_kernel=True)
 
 
 def choose_pass(
