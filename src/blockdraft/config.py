@@ -301,4 +301,6 @@ def _coerce(hint: Any, value: Any) -> Any:
 
 
 def _spell(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
     return str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__

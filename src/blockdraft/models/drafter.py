@@ -82,7 +82,10 @@ class DrafterShape:
 def default_layer_ids(num_target_layers: int, num_captured: int) -> tuple[int, ...]:
     """Evenly spread target layer ids (docs/algorithm.md, section 1); N=36, C=5 gives 1, 9, 17, 25, 33."""
     if num_target_layers < 4:
-        raise ConfigError(f"the target must have at least 4 layers to choose from, found {num_target_layers}")
+        raise ConfigError(
+            f"the target must have at least 4 layers to choose from, found {num_target_layers}; name layers "
+            "with drafter.target_layer_ids"
+        )
     if num_captured == 1:
         return (num_target_layers // 2,)
     ids = tuple(round(1 + i * (num_target_layers - 4) / (num_captured - 1)) for i in range(num_captured))

@@ -282,7 +282,10 @@ def build_drafter(
         kind = (
             "missing" if wrong[0] not in tensors else "not expected" if wrong[0] not in expected else "of a wrong shape"
         )
-        raise ConfigError(f"{directory / WEIGHTS}: tensor {wrong[0]} is {kind} ({len(wrong)} such tensors)")
+        raise ConfigError(
+            f"{directory / WEIGHTS}: tensor {wrong[0]} is {kind} ({len(wrong)} such tensors); fetch or write the "
+            "export again"
+        )
     placed = {name: tensor.to(device=device, dtype=dtype or tensor.dtype) for name, tensor in tensors.items()}
     drafter.load_state_dict(placed, assign=True)
     return drafter

@@ -289,7 +289,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             source, trust_remote_code=trust_remote_code, **extra
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path!r}: expected a target with a tokenizer, found none: {error}") from error
+        raise ConfigError(
+            f"{path!r}: expected a target with a tokenizer, found none (check the path): {error}"
+        ) from error
     return tokenizer
 
 
@@ -322,7 +324,7 @@ def source_of(path: str) -> tuple[str, dict[str, Any]]:
     file = Path(path)
     if file.suffix == ".gguf":
         if not file.is_file():
-            raise ConfigError(f"target.path {path!r} names no file")
+            raise ConfigError(f"target.path {path!r} names no file; check the path")
         return str(file.parent), {"gguf_file": file.name}
     return path, {}
 

@@ -3,6 +3,7 @@
 N any number of tokens, S tokens of a document, V vocabulary, D width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from blockdraft.config import ConfigError
 from blockdraft.models.drafter import TargetFacts
 from blockdraft.models.ends import Ends
+from blockdraft.models.target_split import find_text_model
 
 
 @torch.no_grad()
@@ -40,6 +42,8 @@ def find_ends(model: PreTrainedModel, first_layer: nn.Module, final_norm: nn.Mod
     finally:
         for handle in handles:
             handle.remove()
+    if not torch.isfinite(logits).all():
+        raise ConfigError(_not_finite(model, token_1S))
     embedded = embedding(token_1S)
     ends = Ends(
         embedding,
@@ -60,6 +64,32 @@ def find_ends(model: PreTrainedModel, first_layer: nn.Module, final_norm: nn.Mod
             f"own to {tolerance} of their spread, found {float(error):.3g}; this family has an unknown convention"
         )
     return ends
+
+
+def _not_finite(model: PreTrainedModel, token_1S: Tensor) -> str:
+    """Which layer first puts out what is not finite."""
+    layers = dict(find_text_model(model).named_children())["layers"]
+    wrong: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            state = output if isinstance(output, Tensor) else output[0]
+            if not torch.isfinite(state).all():
+                wrong.append(name)
+
+        return note
+
+    handles = [layer.register_forward_hook(look(f"layer {index}")) for index, layer in enumerate(layers.children())]
+    try:
+        model(input_ids=token_1S, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return (
+        f"target {wrong[0] if wrong else 'head'}: expected finite states for the ids {token_1S[0].tolist()}, found NaN "
+        "or infinity; check that the model's files are whole, try --target.dtype float32, or look at the kernels with "
+        "`blockdraft doctor`"
+    )
 
 
 def read_facts(config: dict[str, Any], ends: Ends, num_layers: int) -> TargetFacts:

@@ -58,7 +58,8 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     wrong = [f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now, "")]
     if wrong:
         raise ConfigError(
-            f"{directory} cannot be resumed, these change the model or the data order: {'; '.join(wrong)}"
+            f"{directory} cannot be resumed, these change the model or the data order: {'; '.join(wrong)}; give the "
+            "earlier values, or start a new run in another --run-dir"
         )
 
 
