@@ -87,7 +87,7 @@ class Observer:
         found = spent(pipeline.workers, pipeline.channel, now - pipeline.started)
         started = max(self._sampled_at, pipeline.started)
         elapsed = max(1e-9, now - started)
-        depths = [one.filled for one in pipeline.record.depths() if one.at_s >= time.perf_counter() - elapsed]
+        depths = [one.filled for one in pipeline.record.depths(time.perf_counter() - elapsed)]
         depths = depths or [pipeline.channel.filled()]
         self._file.write(
             {

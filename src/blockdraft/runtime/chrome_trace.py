@@ -65,8 +65,8 @@ def chrome_trace(record: Record, shown: Window) -> dict[str, Any]:
             "ts": _microseconds(depth.at_s - shown.start_s),
             "args": {f"drafter {index}": count for index, count in enumerate(depth.filled)},
         }
-        for depth in record.depths()
-        if shown.start_s <= depth.at_s <= shown.end_s
+        for depth in record.depths(shown.start_s)
+        if depth.at_s <= shown.end_s
     ]
     steps = {"first_step": shown.first_step + 1, "last_step": shown.last_step + 1}
     return {"displayTimeUnit": "ms", "otherData": steps, "traceEvents": events}

@@ -5,6 +5,7 @@ so there the device's own times are kept too: events recorded around each piece 
 have happened. No worker ever waits for one.
 """
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -234,10 +235,11 @@ class Record:
         with self._lock:
             self._depths.append(Depth(time.perf_counter(), tuple(filled)))
 
-    def depths(self) -> list[Depth]:
-        """In order of time."""
+    def depths(self, since_s: float = 0.0) -> list[Depth]:
+        """Those since then, in order of time."""
         with self._lock:
-            return list(self._depths)
+            newest = list(itertools.takewhile(lambda one: one.at_s >= since_s, reversed(self._depths)))
+        return newest[::-1]
 
     def read_devices(self) -> None:
         """In control's thread, now and then."""
