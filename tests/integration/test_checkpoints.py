@@ -30,6 +30,7 @@ from integration.test_resume import forget_after
 from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config, worker_threads
 from tiny_chat import chat
 
+SOURCE = str(Path(train.__file__).parents[2])
 TWO = ("cpu", "cpu")
 TOPOLOGIES = {
     "pool": {"topology": "pool", "targets": TWO},
@@ -242,10 +243,9 @@ def test_a_read_only_run_directory_is_refused(nobody):
 
 
 def start(arguments: list[str], **options: object) -> "subprocess.Popen[str]":
-    source = str(Path(train.__file__).parents[2])
     return subprocess.Popen(
         [sys.executable, "-m", "blockdraft.cli", "train", "tiny", *arguments],
-        env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -351,7 +351,7 @@ def test_killed_runs_go_on_and_end_alike(tmp_path):
     driver = Path(__file__).with_name("kill_runs.py")
     done = subprocess.run(
         [sys.executable, str(driver), str(tmp_path), "6"],
-        env=os.environ | {"PYTHONPATH": str(driver.parents[1]), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": f"{driver.parents[1]}:{SOURCE}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
