@@ -124,6 +124,7 @@ class FastTarget:
         tolerance = FLOAT8_TOLERANCE if self.float8 else TOLERANCE[dtype]
         try:
             for index, (layer, before_ND, after_ND) in enumerate(zip(self.layers, seen, seen[1:], strict=False)):
+                _enter(layer.device)
                 before_ND, after_ND = move(before_ND, layer.device), move(after_ND, layer.device)
                 hidden_ND, rows = self.ops.add_norm(before_ND.clone(), None, layer.before_mixer, layer.quantize_mixer)
                 hidden_ND, update_ND = self._finish(layer, hidden_ND, rows, self.batch(length, layer.device))

@@ -352,3 +352,22 @@ def test_columns_of_groups_are_picked_where_they_lie():
     assert found[0].tolist() == [[1, 2], [3, 4], [10, 11], [12, 13]]
     assert found[1, 0].tolist() == [21, 22]
     assert isinstance(TorchOps(torch.float32).swiglu(mixed_NW, False), Rows)
+
+
+def test_the_thread_is_on_a_layers_device_before_any_of_its_kernels_is_started(monkeypatch):
+    # On a second GPU a kernel of Triton's cannot reach its tensors otherwise.
+    log: list[str] = []
+
+    class Noted(TorchOps):
+        def add_norm(self, *arguments, **options):
+            log.append("kernel")
+            return super().add_norm(*arguments, **options)
+
+    monkeypatch.setattr(target_fast, "_enter", lambda device: log.append(str(device)))
+    target = fast_target("qwen3", Noted(torch.float32))
+    assert log[0] == "cpu"
+    assert "kernel" in log
+    log.clear()
+    target.features(tokens())
+    assert log[0] == "cpu"
+    assert "kernel" in log
