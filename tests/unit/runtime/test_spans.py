@@ -175,8 +175,7 @@ def test_a_trace_has_lanes_spans_and_a_counter():
     record.lanes[1].work = DeviceTrack(CPU, 10)
     record.lanes[1].work.spans.append(Span("micro-batch", 50.011, 50.016, 1))
     shown = window(record, 1, 1)
-    record._depths.append(spans.Depth(50.012, (2,)))
-    record._depths.append(spans.Depth(49.0, (1,)))
+    record._depths += [spans.Depth(49.0, (1,)), spans.Depth(50.012, (2,)), spans.Depth(51.0, (0,))]
     trace = json.loads(json.dumps(chrome_trace(record, shown)))
     events = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
