@@ -78,7 +78,7 @@ def run_browser(browser: str, directory: Path, *flags: str) -> str:
     # The sandbox needs rights that a container lacks; the page is our own.
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                "--no-first-run", f"--user-data-dir={directory / 'profile'}", *flags]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=40, check=True).stdout
 
 
 def open_page(browser: str, text: str, directory: Path, *, is_dark: bool = False, width: int = WIDTH) -> Opened:
