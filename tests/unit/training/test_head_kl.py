@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockdraft.training.head_kl import between_kl_eager, head_kl
 from blockdraft.training.loss import slot_kl
-from unit.training.test_head_loss import FINISHES, distance, problem
+from unit.training.test_head_loss import FINISHES, compiled, distance, problem
 
 
 def run(function, hidden_ND: Tensor, final_ND: Tensor, weight_N: Tensor, *rest) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ def compare() -> None:
     """Run in a process of its own, where kernels are interpreted."""
     from blockdraft.training import head_kl_triton
 
-    head_kl_triton.BLOCK = 64
+    head_kl_triton.SLICE = 64
     for dtype in (torch.float32, torch.bfloat16):
         for finish in FINISHES:
             *inputs, ends = kl_problem(dtype, **finish)
@@ -80,21 +80,11 @@ def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():
     assert "interpreted alike" in done.stdout
 
 
-def test_the_triton_kernel_compiles_for_a_gpu():
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_the_triton_kernels_compile_for_a_gpu_and_read_16_bytes_at_a_time(is_capped):
+    pytest.importorskip("triton")
     from blockdraft.training import head_kl_triton
 
-    names = head_kl_triton._between_kl.arg_names
-    types = ["*bf16", "*bf16", "*fp32", "*i64", "*i64", "i32", "fp32", "fp32", "constexpr", "constexpr", "constexpr"]
-    source = ASTSource(
-        fn=head_kl_triton._between_kl,
-        signature=dict(zip(names, types, strict=True)),
-        constexprs={(8,): 151936, (9,): True, (10,): head_kl_triton.BLOCK},
-        attrs={(index,): [["tt.divisibility", 16]] for index in range(6)},
-    )
-    options = {"num_warps": head_kl_triton.NUM_WARPS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.asm["ptx"].count("ld.global.v4") >= 4
+    for name in ("_between_kl_find", "_between_kl_overwrite"):
+        ptx = compiled(vars(head_kl_triton)[name], is_capped)
+        assert ptx.count("ld.global.v4") >= 4

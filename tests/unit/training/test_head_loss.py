@@ -99,7 +99,7 @@ import torch
 from unit.training.test_head_loss import FINISHES, distance, problem, run
 from blockdraft.training import head_loss_triton
 from blockdraft.training.head_loss import between_eager, head_loss
-head_loss_triton.BLOCK = 64
+head_loss_triton.SLICE = 64
 for dtype in (torch.float32, torch.bfloat16):
     for finish in FINISHES:
         *inputs, ends = problem(dtype, **finish)
@@ -124,21 +124,40 @@ def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():
     assert "interpreted alike" in done.stdout
 
 
-@pytest.mark.parametrize("is_capped", [False, True])
-def test_the_triton_kernel_compiles_for_a_gpu_and_reads_16_bytes_at_a_time(is_capped):
+def compiled(function, is_capped: bool) -> str:
+    """A stage of the head compiled for a GPU at Qwen3-8B's ids: its assembly."""
     # The interpreter takes Python that the compiler refuses; compiling needs no GPU.
-    triton = pytest.importorskip("triton")
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from blockdraft.training.head_loss_triton import NUM_WARPS, SLICE
+
+    num_slices = -(-151936 // SLICE)
+    constants = {"NUM_IDS": 151936, "HAS_SOFTCAP": is_capped, "SLICE": SLICE, "P": num_slices}
+    constants["P2"] = triton.next_power_of_2(num_slices)
+    types = {"product_ptr": "*bf16", "target_ptr": "*bf16", "label_ptr": "*i64", "correct_ptr": "*i8"}
+    types |= {"drafted_ptr": "*i64", "chosen_ptr": "*i64", "stride": "i32", "multiplier": "fp32", "softcap": "fp32"}
+    names = function.arg_names
+
+    def kind(name: str) -> str:
+        return "constexpr" if name in constants else types.get(name, "*i32" if "first" in name else "*fp32")
+
+    source = ASTSource(
+        fn=function,
+        signature={name: kind(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        attrs={
+            (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("ptr") or name == "stride"
+        },
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS}).asm["ptx"]
+
+
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_the_triton_kernels_compile_for_a_gpu_and_read_16_bytes_at_a_time(is_capped):
+    pytest.importorskip("triton")
     from blockdraft.training import head_loss_triton
 
-    names = head_loss_triton._between.arg_names
-    types = ["*bf16", "*i64", "*fp32", "*i8", "i32", "fp32", "fp32", "constexpr", "constexpr", "constexpr"]
-    constants = {(7,): 151936, (8,): is_capped, (9,): head_loss_triton.BLOCK}
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(5)}
-    signature = dict(zip(names, types, strict=True))
-    source = ASTSource(fn=head_loss_triton._between, signature=signature, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": head_loss_triton.NUM_WARPS})
-    assert compiled.asm["ptx"].count("ld.global.v4") >= 4
+    for name in ("_between_find", "_between_overwrite"):
+        assert compiled(vars(head_loss_triton)[name], is_capped).count("ld.global.v4") >= 4
