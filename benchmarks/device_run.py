@@ -136,6 +136,7 @@ def tell(ran: Ran, protection: Protection | None, waits: WaitCount) -> None:
         say(line)
     if protection is not None:
         say(f"after warm-up: {protection.compilations()}")
+        waits.end(len(ran.losses), ran.pipeline.workers)
         for line in (*ran.pipeline.memory.describe(), *waits.describe()):
             say(line)
 
@@ -151,14 +152,13 @@ def watch(pipeline: Pipeline, losses: list[float], marks: list[tuple[float, int]
     pipeline.start()
     tokens = 0
     while pipeline.is_running() and pipeline.crew.first_error is None:
-        tokens = drain(pipeline, losses, tokens)
+        tokens = drain(pipeline, losses, tokens, waits)
         marks.append((time.monotonic(), tokens))
-        waits.step(len(losses), pipeline.workers)
         pipeline.watchdog.check()
     if pipeline.crew.first_error is not None:
         pipeline.abort_sums()
     pipeline.crew.join()
-    return drain(pipeline, losses, tokens)
+    return drain(pipeline, losses, tokens, waits)
 
 
 def die(victim: str, worker: str, number: int) -> None:
@@ -167,7 +167,7 @@ def die(victim: str, worker: str, number: int) -> None:
         raise RuntimeError(f"{worker} dies at {number}, as asked at {time.time():.1f}")
 
 
-def drain(pipeline: Pipeline, losses: list[float], tokens: int) -> int:
+def drain(pipeline: Pipeline, losses: list[float], tokens: int, waits: WaitCount) -> int:
     while True:
         try:
             item = pipeline.reports.get(timeout=0.02)
@@ -180,6 +180,7 @@ def drain(pipeline: Pipeline, losses: list[float], tokens: int) -> int:
             sums, _ = item.read(15)
             tokens = item.tokens
             losses.append(report(sums).loss)
+            waits.step(len(losses), pipeline.workers)
 
 
 def alone(loader: Loader, target: Target, step: DrafterStep, total_steps: int, most: int = 40) -> Rates:

@@ -6,7 +6,10 @@ out, so that the runtime alone is on trial.
 A anchors, T tokens of a row, L block size.
 """
 
+import contextlib
+import faulthandler
 import json
+import queue
 import sys
 import threading
 import time
@@ -164,13 +167,14 @@ def train(size: Size) -> dict[str, Any]:
     deepest = 0
 
     def drain() -> None:
-        while not pipeline.reports.empty():
-            item = pipeline.reports.get()
-            if isinstance(item, WarmedUp):
-                warm_up.append(f"{item.worker}, {item.what}, {item.seconds:.1f} s")
-            elif isinstance(item, StepDone):
-                losses.append(report(item.read(BLOCK_SIZE - 1)[0]).loss)
-                waits.step(len(losses), pipeline.workers)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = pipeline.reports.get_nowait()
+                if isinstance(item, WarmedUp):
+                    warm_up.append(f"{item.worker}, {item.what}, {item.seconds:.1f} s")
+                elif isinstance(item, StepDone):
+                    losses.append(report(item.read(BLOCK_SIZE - 1)[0]).loss)
+                    waits.step(len(losses), pipeline.workers)
 
     try:
         pipeline.start()
@@ -182,6 +186,7 @@ def train(size: Size) -> dict[str, Any]:
             pipeline.abort_sums()
         pipeline.crew.join()
         drain()
+        waits.end(size.steps, pipeline.workers)
         lines = [*pipeline.describe_sides(), *pipeline.memory.describe(), *waits.describe()]
         for line in (*lines, f"after warm-up: {protection.compilations()}"):
             say(line)
@@ -295,6 +300,7 @@ def dead_in_collective() -> dict[str, Any]:
             if len(calls) == 10:
                 time.sleep(1.0)
                 died.append(time.monotonic())
+                faulthandler.dump_traceback_later(40, exit=True)
                 raise RuntimeError("drafter 1 dies inside a sum, as asked")
         start(self, bucket)
 
@@ -305,6 +311,7 @@ def dead_in_collective() -> dict[str, Any]:
     except WorkerError as error:
         message = str(error)
     seconds = time.monotonic() - died[0]
+    faulthandler.cancel_dump_traceback_later()
     kinds = ("loader", "target", "drafter")
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith(kinds)]
     return {"message": message, "seconds": seconds, "alive": alive}

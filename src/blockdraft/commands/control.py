@@ -291,6 +291,7 @@ class Control:
     def _clean_up(self, pipeline: Pipeline, error: BaseException) -> None:
         """After an error every thread ends before it is shown, and a checkpoint being written is finished."""
         pipeline.abort_sums()
+        pipeline.waits.stop()
         pipeline.crew.fail(f"control stopped the run: {error!r}")
         # Somebody who wants to leave at once does not wait.
         is_hurried = isinstance(error, KeyboardInterrupt | StopRequested)
@@ -318,6 +319,7 @@ class Control:
 
     def _say_end(self, pipeline: Pipeline) -> None:
         done = pipeline.last_step + 1
+        pipeline.waits.end(done - pipeline.first_step, pipeline.workers)
         for line in (*pipeline.describe_sides(), *pipeline.memory.describe(), *pipeline.waits.describe()):
             self.say(line)
         reached = {str(device): max(seen.peaks) for device, seen in pipeline.memory.found().items()}

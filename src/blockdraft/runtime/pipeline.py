@@ -5,7 +5,6 @@ state. Control (the caller's thread) only waits and reads what the workers repor
 """
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from blockdraft.runtime.clocks import BOUNDARY, BUSY, OTHERS
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
 from blockdraft.runtime.memory import MemoryWatch
-from blockdraft.runtime.reports import Report, WarmedUp, report_micro_batches, report_step
+from blockdraft.runtime.reports import Inbox, WarmedUp, report_micro_batches, report_step
 from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, step_of
 from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, TRACED, Record
@@ -91,7 +90,7 @@ class Pipeline:
         )
         self.crew = Crew(self.channel)
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
-        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.reports = Inbox()
         self._turns = Turns(len(targets) + len(steps), self.channel.check)
         self._go = threading.Event()
         self._stop_wanted, self._tokens = False, 0

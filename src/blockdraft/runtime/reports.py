@@ -1,5 +1,7 @@
 """What workers tell control, through a queue."""
 
+import queue
+import time
 from typing import NamedTuple
 
 import torch
@@ -69,6 +71,53 @@ class WarmedUp(NamedTuple):
 
 
 Report = StepDone | MicroBatches | WarmedUp | Evaluated
+POLL_SECONDS = 0.002
+
+
+class Inbox:
+    """Reports in order. Control takes only what has arrived: it never waits for a GPU.
+
+    Workers run ahead of their GPU, so the newest numbers are always still on their way; and if a sum between GPUs never
+    ends, because another drafter died in it, they never come.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._first: Report | None = None
+
+    def put(self, report: Report) -> None:
+        """By any worker."""
+        self._queue.put(report)
+
+    def get(self, timeout: float) -> Report:
+        """By control: the oldest report, if its numbers arrive in time.
+
+        Raises:
+            queue.Empty: there is none, or its numbers are still on their way.
+        """
+        deadline = time.monotonic() + timeout
+        if self._first is None:
+            self._first = self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
+        while not _is_ready(self._first):
+            if time.monotonic() >= deadline:
+                raise queue.Empty
+            time.sleep(POLL_SECONDS)
+        first, self._first = self._first, None
+        return first
+
+    def get_nowait(self) -> Report:
+        """What is there already."""
+        return self.get(0.0)
+
+    def qsize(self) -> int:
+        """Reports that control has not taken."""
+        return self._queue.qsize() + (self._first is not None)
+
+
+def _is_ready(report: Report) -> bool:
+    if isinstance(report, WarmedUp | Evaluated):
+        return True
+    return report.ready is None or report.ready.query()
 
 
 def report_step(step_number: int, sums: StepSums, step: DrafterStep, tokens: int) -> StepDone:

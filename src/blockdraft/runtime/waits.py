@@ -51,8 +51,22 @@ class WaitCount:
                 self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 self._profiler.start()
         elif number >= self._first + self.num_steps:
+            self._finish(number, workers)
+
+    def end(self, number: int, workers: list[Worker]) -> None:
+        """The run is over after this step; a profiler that still runs is stopped, and what it saw counts."""
+        if self._profiler is not None and self.found is None:
+            self._finish(number, workers)
+
+    def stop(self) -> None:
+        """The run has failed: a profiler must not outlive it."""
+        if self._profiler is not None and self.found is None:
             self._profiler.stop()
-            self.found = Waits(number - self._first, count_waits(self._events(), native_ids(workers)))
+            self._profiler = None
+
+    def _finish(self, number: int, workers: list[Worker]) -> None:
+        self._profiler.stop()
+        self.found = Waits(number - self._first, count_waits(self._events(), native_ids(workers)))
 
     def _events(self) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as directory:

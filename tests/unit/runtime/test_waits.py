@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 from blockdraft.runtime import waits
@@ -77,3 +78,29 @@ def test_nothing_is_profiled_unless_asked(monkeypatch):
     for step in range(50):
         count.step(step, [])
     assert count.describe() == []
+
+
+@pytest.mark.parametrize("how", ["end", "stop"])
+def test_a_profiler_does_not_outlive_a_run_that_is_shorter(monkeypatch, how):
+    made: list[StubProfiler] = []
+
+    def make(activities):
+        made.append(StubProfiler(activities))
+        return made[-1]
+
+    monkeypatch.setattr(torch.profiler, "profile", make)
+    worker = Worker("target 0", torch.device("cpu"), lambda _worker: None)
+    worker.thread = threading.current_thread()
+    count = WaitCount(5)
+    for step in range(1, 23):
+        count.step(step, [worker])
+    assert made[0].running
+    if how == "end":
+        count.end(22, [worker])
+        assert count.found == waits.Waits(2, {"target 0 cudaStreamSynchronize": 1})
+    else:
+        count.stop()
+        assert count.found is None
+    assert not made[0].running
+    count.end(22, [worker])
+    count.stop()

@@ -1,7 +1,10 @@
-"""Case 29: attention that needs more shared memory than the GPU has, raised from the first tile sizes.
+"""Who compiles and settles when; and case 29: attention that needs more shared memory than the GPU has.
 
 R rows, T tokens, A anchors.
 """
+
+import threading
+import time
 
 import pytest
 import torch
@@ -11,9 +14,10 @@ from blockdraft.data.loader import Loader
 from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.tiles import OtherTiles
 from blockdraft.runtime import warm_up
+from blockdraft.runtime.channel import Stopped
 from blockdraft.runtime.slots import Slot
 from blockdraft.runtime.transfers import to_device
-from blockdraft.runtime.warm_up import warm_up_drafter
+from blockdraft.runtime.warm_up import Turns, warm_up_drafter
 from blockdraft.training.step import DrafterStep
 from integration.tiny import tiny_drafter, tiny_target
 from unit.data.test_loader import LENGTHS, config, store_of
@@ -122,3 +126,53 @@ def test_other_errors_in_warm_up_are_not_taken_for_it(loader, monkeypatch):
     step = step_with(broken)
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
         warm_up_drafter(step, slot_of(step, loader), loader)
+
+
+def test_workers_compile_one_at_a_time_and_settle_when_all_have_compiled(monkeypatch):
+    log: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append(("emptied", -1)))
+    turns = Turns(3, lambda: None)
+
+    def settle(i: int) -> int:
+        log.append(("settles", i))
+        time.sleep(0.01)
+        log.append(("settled", i))
+        return i
+
+    def body(i: int) -> None:
+        with turns.compiling():
+            log.append(("compiles", i))
+            time.sleep(0.02)
+            log.append(("compiled", i))
+        assert turns.settle(lambda: settle(i)) == i
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    kinds = [kind for kind, _ in log]
+    assert kinds == ["compiles", "compiled"] * 3 + ["emptied"] + ["settles", "settled"] * 3
+    assert all(log[i][1] == log[i + 1][1] for i in (0, 2, 4, 7, 9, 11))
+
+
+def test_whoever_waits_to_settle_ends_with_the_run():
+    def check() -> None:
+        raise Stopped
+
+    turns = Turns(2, check)
+    with turns.compiling():
+        pass
+    with pytest.raises(Stopped):
+        turns.settle(lambda: 0)
+
+
+def test_a_worker_that_dies_in_its_turn_has_not_compiled():
+    turns = Turns(1, lambda: None)
+    with pytest.raises(KeyError), turns.compiling():
+        raise KeyError
+    assert turns._num_compiled == 0
+    # Its turn is over all the same.
+    with turns.compiling():
+        pass
+    assert turns._num_compiled == 1
