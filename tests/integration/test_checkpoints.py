@@ -304,6 +304,26 @@ def test_a_stop_in_warm_up_ends_with_0_and_no_threads(files, tmp_path, monkeypat
     assert worker_threads() == []
 
 
+def test_a_stop_does_not_wait_for_a_worker_that_nothing_can_interrupt(files, tmp_path, monkeypatch, capsys):
+    signals = Signals()
+
+    def compile_for_long(*_arguments, **_options):
+        signals.send()
+        time.sleep(3.0)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("blockdraft.runtime.pipeline.warm_up_target", compile_for_long)
+    monkeypatch.setattr("blockdraft.commands.train.os._exit", leave)
+    with pytest.raises(SystemExit) as caught:
+        train.run(tiny_config(files, tmp_path), train.Options())
+    assert caught.value.code == 0
+    assert "stopped before the first step" in capsys.readouterr().out
+    time.sleep(3.0)
+    assert worker_threads() == []
+
+
 @pytest.mark.parametrize("moment", ["save", "evaluation"])
 def test_a_stop_during_a_save_or_an_evaluation_finishes_step_and_save(
     files, tmp_path, evaluation, monkeypatch, capsys, moment

@@ -11,7 +11,7 @@ import transformers
 
 from blockdraft.commands.build import Built
 from blockdraft.config import ConfigError, RunConfig, to_json
-from blockdraft.training.checkpoint import SPARE_BYTES, Contents, check_space
+from blockdraft.training.checkpoint import SPARE_BYTES, Contents, check_space, list_checkpoints
 
 
 def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_left: int) -> None:
@@ -36,7 +36,7 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
     # The newest ones, the best, and the one being written.
     copies = min(-(-steps_left // config.save_every), config.keep_last + 2)
     root = run_dir / "checkpoints"
-    there_already = sum(file.stat().st_size for file in root.rglob("*") if file.is_file()) if root.exists() else 0
+    there_already = sum(file.stat().st_size for found in list_checkpoints(root) for file in found.iterdir())
     check_space(root, copies * one - there_already, f"a run that keeps {copies} checkpoints at a time")
 
 
