@@ -42,7 +42,7 @@ def measure(shapes: str, device: str, steps: int, protection: Protection | None)
         runtime=RuntimeConfig(targets=(device,), drafters=(device,)),
     )  # fmt: skip
     bucket = budget_bucket(rows.tokens, 2 * rows.tokens)
-    sizes = Sizes(found, step.drafter.shape, target.vocab_size, bucket, 0)
+    sizes = Sizes(found, step.drafter.shape, target.vocab_size, bucket, 0, step.how)
     plan = plan_memory(config, sizes)
     resident = torch.cuda.memory_allocated(device) if is_gpu else 0
     for line in (*plan.lines(), f"allocated before the workers start: {resident / 2**30:.3f} GiB"):

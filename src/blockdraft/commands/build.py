@@ -59,15 +59,29 @@ def build(config: RunConfig, say: Callable[[str], None], *, node: int = 0, num_n
     """
     checked = check(config, node=node, num_nodes=num_nodes)
     say_data(checked, say)
-    plan = say_plan(config, checked.sizes, say)
+    sizes = plan_sizes(config, checked)
+    plan = say_plan(config, sizes, say)
     try:
-        return _build(config, checked, plan, say, evaluates=node == 0)
+        return _build(config, checked, sizes, plan, say, evaluates=node == 0)
     except torch.OutOfMemoryError as error:
-        raise ConfigError("\n".join([str(error), *explain_shortage(config, checked.sizes)])) from error
+        raise ConfigError("\n".join([str(error), *explain_shortage(config, sizes)])) from error
+
+
+def plan_sizes(config: RunConfig, checked: Checked) -> Sizes:
+    """What the memory plan is made from."""
+    is_alone = checked.loader.config.num_drafters == 1
+    _, how = choose_attention(config.runtime.attention, checked.drafter_devices[0], is_alone=is_alone)
+    return checked.sizes(how)
 
 
 def _build(
-    config: RunConfig, checked: Checked, plan: MemoryPlan, say: Callable[[str], None], *, evaluates: bool
+    config: RunConfig,
+    checked: Checked,
+    sizes: Sizes,
+    plan: MemoryPlan,
+    say: Callable[[str], None],
+    *,
+    evaluates: bool,
 ) -> Built:
     targets = _load_targets(config, checked)
     target = targets[0]
@@ -104,7 +118,7 @@ def _build(
         total_steps=checked.total_steps,
         draft_vocab_size=checked.head_rows,
         fingerprint=fingerprint(checked.store),
-        sizes=checked.sizes,
+        sizes=sizes,
         plan=plan,
     )
 

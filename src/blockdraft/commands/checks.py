@@ -19,6 +19,7 @@ from blockdraft.data.evalsets import read_prompts, set_names
 from blockdraft.data.loader import Loader, LoaderConfig
 from blockdraft.data.packing import budget_bucket
 from blockdraft.data.template import ChatTemplate, RowRefused, template_hash, tokenizer_hash
+from blockdraft.models.compiled import How
 from blockdraft.models.drafter import DrafterShape, TargetFacts, derive_shape
 from blockdraft.models.formats import CONFIG, read_json, read_shape
 from blockdraft.models.outline import Outline, outline
@@ -58,12 +59,11 @@ class Checked(NamedTuple):
         """Ids of the drafter's head in training."""
         return self.shape.vocab_size if self.draft_ids is None else len(self.draft_ids)
 
-    @property
-    def sizes(self) -> Sizes:
-        """What the memory plan is made from."""
+    def sizes(self, how: How) -> Sizes:
+        """What the memory plan is made from; `how` the drafter will be compiled."""
         data = self.loader.config
         bucket = budget_bucket(data.row_length, data.target_tokens)
-        return Sizes(self.outline, self.shape, self.head_rows, bucket, self.loader.counts.fills)
+        return Sizes(self.outline, self.shape, self.head_rows, bucket, self.loader.counts.fills, how)
 
 
 def check(config: RunConfig, *, node: int = 0, num_nodes: int = 1) -> Checked:

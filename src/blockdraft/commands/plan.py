@@ -107,6 +107,9 @@ def find_basis(config: RunConfig | None, options: Options) -> Basis:
     Raises:
         ConfigError: neither a recipe nor a run is given, or the target cannot be read.
     """
+    import torch
+
+    from blockdraft.commands.build import choose_attention
     from blockdraft.commands.checks import check_store, loader_config
     from blockdraft.commands.control import resolve_dtypes
     from blockdraft.data.loader import Loader
@@ -136,7 +139,8 @@ def find_basis(config: RunConfig | None, options: Options) -> Basis:
         filled = float(store.lengths.sum()) / counts.fills
         tokens = tokens if tokens is not None else float(store.lengths.sum())
     bucket = budget_bucket(config.data.row_length, config.data.target_tokens)
-    return Basis(config, Sizes(found, shape, found.facts.vocab_size, bucket, 0), filled, tokens)
+    _, how = choose_attention(config.runtime.attention, torch.device("cuda:0"), is_alone=False)
+    return Basis(config, Sizes(found, shape, found.facts.vocab_size, bucket, 0, how), filled, tokens)
 
 
 def find_rates(basis: Basis, options: Options) -> "Rates":

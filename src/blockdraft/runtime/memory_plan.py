@@ -17,6 +17,7 @@ import torch
 
 from blockdraft.config import RunConfig
 from blockdraft.data.packing import Bucket
+from blockdraft.models.compiled import How
 from blockdraft.models.drafter import DrafterShape
 from blockdraft.models.outline import Outline
 from blockdraft.models.target_split import layer_devices
@@ -39,6 +40,8 @@ class Sizes(NamedTuple):
     """The largest batch of the target."""
     kept_slots: int
     """Slots of an epoch, whose features are kept in host memory if asked."""
+    how: How
+    """What of the drafter is compiled together: it decides what its forward keeps."""
 
 
 class Part(NamedTuple):
@@ -106,7 +109,8 @@ def _target_parts(config: RunConfig, sizes: Sizes, devices: list[str]) -> Iterab
         others += outline.rest if number == len(devices) - 1 else 0
         layer_width = 1 if config.target.dtype == "float8" else width
         yield Part(device, "target weights", layers * layer_width + others * width, False)
-        yield Part(device, "target forward", forward_peak(sizes.outline, sizes.bucket, width), True)
+        is_fast = device.startswith("cuda") and width == 2
+        yield Part(device, "target forward", forward_peak(sizes.outline, sizes.bucket, width, is_fast=is_fast), True)
     if any(drafter != devices[0] for drafter in config.runtime.drafters):
         yield Part(devices[0], "staging", 2 * slot_bytes(config, sizes), False)
 
@@ -118,13 +122,15 @@ def slot_bytes(config: RunConfig, sizes: Sizes) -> int:
     return rows * columns * sizes.shape.hidden_size * BYTES[config.target.dtype]
 
 
-def forward_peak(outline: Outline, bucket: Bucket, width: int) -> int:
+def forward_peak(outline: Outline, bucket: Bucket, width: int, *, is_fast: bool) -> int:
     """What a target's forward holds at its widest point, for each of its tokens.
 
-    In the MLP of transformers' own forward: gate, activation and up product (3 I), and seven states (7 D).
+    In the MLP: gate, activation and up product (3 I), and three states (3 D) in the fast pass, four in transformers'
+    own forward. Recurrent layers hold about as much, in other pieces.
     """
     facts = outline.facts
-    return bucket.batch * bucket.length * width * (3 * facts.intermediate_size + 7 * facts.hidden_size)
+    states = (3 if is_fast else 4) * facts.hidden_size
+    return bucket.batch * bucket.length * width * (3 * facts.intermediate_size + states)
 
 
 def drafter_parameters(shape: DrafterShape) -> int:
@@ -164,39 +170,92 @@ def _is_fused(config: RunConfig, device: str) -> bool:
     return device.startswith("cuda") and config.drafter.dtype == "bfloat16" and config.optim.optimizer == "adamw"
 
 
-def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
-    """What the drafter's step holds at its peak, beside everything that stays; the compiled stack's on a GPU.
+class Counts(NamedTuple):
+    """Tokens and widths of a step; the letters of the module's docstring."""
 
-    Kept for the backward, in numbers of the weights' type:
-        a layer: its normed input, both residual sums and the normed state before the MLP (4 D), queries before and
-            behind norm and rotation and the attended values (3 F), gate, up and their product (3 I), each of Q tokens;
-            keys before and behind norm and rotation, and values (3 G), each of K + Q tokens.
-        the last layer: slot 0 is dropped behind the attention, so only D + 3 F are of Q tokens; F + 4 D + 3 I of N.
-        beside the layers: the block's embeddings (D of Q tokens), projected features and their norm (2 D of K tokens).
+    blocks: int
+    """Q"""
+    slots: int
+    """N"""
+    context: int
+    """K"""
+    hidden: int
+    """D"""
+    inner: int
+    """I"""
+    queries: int
+    """F"""
+    keys: int
+    """G"""
+    layers: int
+
+
+def _counts(config: RunConfig, shape: DrafterShape) -> Counts:
+    data = config.data
+    anchors = data.num_rows * (data.num_anchors if data.num_anchors is not None else data.row_length // 4)
+    return Counts(
+        blocks=anchors * shape.block_size,
+        slots=anchors * (shape.block_size - 1),
+        context=data.num_rows * data.row_length,
+        hidden=shape.hidden_size,
+        inner=shape.intermediate_size,
+        queries=shape.num_heads * shape.head_dim,
+        keys=shape.num_kv_heads * shape.head_dim,
+        layers=shape.num_layers,
+    )
+
+
+def kept_of_a_stack(n: Counts) -> int:
+    """Numbers that a forward compiled as one graph keeps for the backward (uncompiled: about as many).
+
+    A layer: its normed input, both residual sums and the normed state before the MLP (4 D), queries before and behind
+    norm and rotation and the attended values (3 F), gate, up and their product (3 I), each of Q tokens; keys before and
+    behind norm and rotation, and values (3 G), each of K + Q tokens. The last layer drops slot 0 behind the attention:
+    D + 3 F of Q tokens, F + 4 D + 3 I of N. Beside the layers: the block's embeddings (D of Q tokens), projected
+    features and their norm (2 D of K tokens).
+    """
+    layer = n.blocks * (4 * n.hidden + 3 * n.queries + 3 * n.inner)
+    last = n.blocks * (n.hidden + 3 * n.queries) + n.slots * (n.queries + 4 * n.hidden + 3 * n.inner)
+    ends = n.blocks * n.hidden + n.context * 2 * n.hidden
+    return (n.layers - 1) * layer + last + n.layers * (n.context + n.blocks) * 3 * n.keys + ends
+
+
+def kept_by_layer(n: Counts, head_dim: int) -> int:
+    """The same where layers are compiled one by one and elementwise results are made again: products and attention.
+
+    A layer: its input and what the attention's output projection gives (2 D), queries and attended values (2 F), gate
+    and up (2 I), each of Q tokens; keys and values (2 G), each of K + Q tokens. The last layer: D + F of Q tokens,
+    F + D + 2 I of N. Beside the layers: projected features and their norm (2 D of K tokens), rotary factors (2 E of
+    K + Q tokens), the last layer's output and its norm (2 D of N tokens).
+    """
+    layer = n.blocks * (2 * n.hidden + 2 * n.queries + 2 * n.inner)
+    last = n.blocks * (n.hidden + n.queries) + n.slots * (n.queries + n.hidden + 2 * n.inner)
+    ends = n.context * 2 * n.hidden + (n.context + n.blocks) * 2 * head_dim + n.slots * 2 * n.hidden
+    return (n.layers - 1) * layer + last + n.layers * (n.context + n.blocks) * 2 * n.keys + ends
+
+
+def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
+    """What the drafter's step holds at its peak, beside everything that stays.
+
     The peak is in the loss, at the start of the backward, or at its end, whichever holds most:
-        loss: beside what is kept, the logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 and hidden
-            states (D, each of N).
-        start: beside what is kept, hidden states (D) and the MLP's gradients (5/3 I as measured), each of N.
+        loss: beside what is kept, the logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 (D of N), and
+            where a stack was compiled hidden states (D of N).
+        start: beside what is kept, gradients of the last layer's MLP: 5/3 I of N in a stack, as measured, and 4 I of N
+            where elementwise results are made again.
         end: the gradient of every weight in the weights' type, and of the block's states (2 D of Q tokens).
     """
-    data, shape, width = config.data, sizes.shape, BYTES[config.drafter.dtype]
-    anchors = data.num_anchors if data.num_anchors is not None else data.row_length // 4
-    blocks = data.num_rows * anchors * shape.block_size
-    slots = data.num_rows * anchors * (shape.block_size - 1)
-    context = data.num_rows * data.row_length
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    whole = blocks * (4 * hidden + 3 * queries + 3 * inner)
-    last = blocks * (hidden + 3 * queries) + slots * (queries + 4 * hidden + 3 * inner)
-    kept = (shape.num_layers - 1) * whole + last + shape.num_layers * (context + blocks) * 3 * keys
-    kept += blocks * hidden + context * 2 * hidden
-    chunk = even_chunk(slots, config.loss.chunk_rows) * sizes.head_rows * width
-    rows = slots * hidden * (4 + width)
-    backward = slots * hidden * width + slots * inner * width * 5 // 3
-    end = (drafter_parameters(shape) + 2 * blocks * hidden) * width
+    shape, width = sizes.shape, BYTES[config.drafter.dtype]
+    n = _counts(config, shape)
+    by_layer = sizes.how == "layer"
+    kept = (kept_by_layer(n, shape.head_dim) if by_layer else kept_of_a_stack(n)) * width
+    hidden = 0 if by_layer else n.slots * n.hidden * width
+    chunk = even_chunk(n.slots, config.loss.chunk_rows) * sizes.head_rows * width
+    inner = n.slots * n.inner * width
+    backward = 4 * inner if by_layer else inner * 5 // 3 + hidden
+    end = (drafter_parameters(shape) + 2 * n.blocks * n.hidden) * width
     phases: list[dict[str, int]] = [
-        {"kept activations": kept * width, "head chunk": chunk, "loss gradients": rows},
-        {"kept activations": kept * width, "backward": backward},
+        {"kept activations": kept, "head chunk": chunk, "loss gradients": n.slots * n.hidden * 4 + hidden},
+        {"kept activations": kept, "backward": backward},
         {"weight gradients": end},
     ]
     return max(phases, key=lambda phase: sum(phase.values()))
