@@ -116,6 +116,7 @@ class FastTarget:
     def compare(self, text_model: nn.Module, input_ids_BS: Tensor, dtype: torch.dtype) -> Difference:
         """The layer that differs most from the target's own, each given what the target's own layer reads."""
         length = input_ids_BS.shape[1]
+        _enter(self.home)
         recurrent = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
         for mixer in recurrent[:1]:
             mixer.tune(self.ops)

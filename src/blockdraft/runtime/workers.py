@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -108,7 +109,20 @@ class Crew:
         for worker in self.workers:
             if worker.thread is not None:
                 worker.thread.join(max(0.0, deadline - time.monotonic()))
+        self._await_system_threads(deadline)
         return [worker.name for worker in self.workers if worker.thread is not None and worker.thread.is_alive()]
+
+    def _await_system_threads(self, deadline: float) -> None:
+        """Waits until joined threads have also freed what torch keeps for each of them.
+
+        Before Python 3.13 a join returns while the system's thread still does so; a process that ends then is aborted,
+        and its exit code is lost. Only Linux says which of its threads exist.
+        """
+        for worker in self.workers:
+            thread = worker.thread
+            if thread is not None and not thread.is_alive() and thread.native_id is not None:
+                while Path(f"/proc/self/task/{thread.native_id}").exists() and time.monotonic() < deadline:
+                    time.sleep(0.001)
 
     def join(self, seconds: float = 10.0) -> None:
         """Waits for every thread.

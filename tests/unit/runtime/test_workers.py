@@ -3,6 +3,7 @@
 import contextvars
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,21 @@ def test_workers_that_end_are_joined():
     assert sorted(done) == ["worker 0", "worker 1"]
     assert not crew.is_alive()
     assert crew.first_error is None
+
+
+def test_the_systems_threads_are_gone_when_workers_are_joined():
+    def compute(_worker: Worker) -> None:
+        weight = torch.ones(64, 64, requires_grad=True)
+        (weight @ weight).sum().backward()
+
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        pytest.skip("only Linux says which threads exist")
+    for _ in range(40):
+        crew = crew_of(*[compute] * 4)
+        crew.join()
+        left = {int(task.name) for task in tasks.iterdir()}
+        assert not left & {worker.thread.native_id for worker in crew.workers}
 
 
 def test_the_first_error_releases_everyone_and_is_raised_with_its_traceback():
