@@ -8,7 +8,8 @@ from blockdraft.config import ConfigError
 from blockdraft.models import probe as module
 from blockdraft.models.probe import Sample, probe
 from blockdraft.models.target import Target
-from integration.tiny import CONFIGS, plain_answer, tiny_target
+from integration.tiny import plain_answer, tiny_target
+from unit.models.test_target import EVERY, make
 
 
 def sample(ids: list[int], prompt: int = 4) -> Sample:
@@ -31,9 +32,9 @@ def spoil(target: Target, layer: int, change) -> None:
     hooks.update(before)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_passes(name: str) -> None:
-    target = tiny_target(name, layer_ids=(0, 3, 5))
+@pytest.mark.parametrize("name", EVERY)
+def test_every_family_and_every_wrapper_passes(name: str) -> None:
+    target = make(name, layer_ids=(0, 3, 5))
     found = probe(target, [sample([5, 9, 77, 4, 31, 12, 8, 60])])
     assert found.labels == 4
 
