@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx._symbolic_trace
 
-from blockdraft.runtime import guards
+from blockdraft.runtime import guards, guards_triton
 from blockdraft.runtime.patches import Patches, is_marked, mark
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -94,3 +94,7 @@ def test_a_mark_is_found_on_functions_only():
     Owner.marked = mark(lambda: None)
     Owner.number = 1
     assert [is_marked(Owner, name) for name in ("marked", "plain", "number", "absent")] == [True, False, False, False]
+
+
+def test_a_missing_module_is_not_imported():
+    assert guards_triton.imported("a_module_that_nobody_imports") is None

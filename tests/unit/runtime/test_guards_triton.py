@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from blockdraft.runtime import guards_triton
 from blockdraft.runtime.guards_triton import TensorCacheGuard, guard_autotuner, guard_fla_config, guard_kernel_load
 from blockdraft.runtime.patches import Patches
 
@@ -395,7 +394,3 @@ def test_a_rejected_stored_configuration_drops_nothing_tuned_meanwhile(with_guar
         assert (key.autotune_key in tuner.cache) == with_guard
     finally:
         patches.remove()
-
-
-def test_a_missing_module_is_not_imported():
-    assert guards_triton.imported("a_module_that_nobody_imports") is None
