@@ -187,26 +187,32 @@ def train(size: Size) -> dict[str, Any]:
         pipeline.crew.join()
         drain()
         waits.end(size.steps, pipeline.workers)
-        lines = [*pipeline.describe_sides(), *pipeline.memory.describe(), *waits.describe()]
-        for line in (*lines, f"after warm-up: {protection.compilations()}"):
-            say(line)
-        compilations = protection.compilations()
-        memory = {str(device): found._asdict() for device, found in pipeline.memory.found().items()}
-        return {
+        return result(size, pipeline, protection, waits) | {
             "losses": losses,
             "warm_up": [line for line in warm_up if line.startswith("drafter")],
-            "allocated": allocations() if size.record else None,
-            "compilations": None if compilations is None else sum(compilations),
-            "memory": memory,
-            "flat": all(found.is_flat for found in pipeline.memory.found().values()),
-            "shapes": len(pipeline.shapes),
             "deepest": deepest,
-            "waits": None if waits.found is None else waits.found.calls,
-            "seconds": time.monotonic() - pipeline.started,
-            "tok_per_s": loader.tokens_before(size.steps) / (time.monotonic() - pipeline.started),
         }
     finally:
         protection.end()
+
+
+def result(size: Size, pipeline: Pipeline, protection: Protection, waits: WaitCount) -> dict[str, Any]:
+    """What a run that is over has counted."""
+    found, compilations = pipeline.memory.found(), protection.compilations()
+    for line in (*pipeline.describe_sides(), *pipeline.memory.describe(), *waits.describe()):
+        say(line)
+    say(f"after warm-up: {compilations}")
+    seconds = time.monotonic() - pipeline.started
+    return {
+        "allocated": allocations() if size.record else None,
+        "compilations": None if compilations is None else sum(compilations),
+        "memory": {str(device): memory._asdict() for device, memory in found.items()},
+        "flat": all(memory.is_flat for memory in found.values()),
+        "shapes": len(pipeline.shapes),
+        "waits": None if waits.found is None else waits.found.calls,
+        "seconds": seconds,
+        "tok_per_s": pipeline.loader.tokens_before(size.steps) / seconds,
+    }
 
 
 def allocations() -> dict[str, list[str]]:
