@@ -33,7 +33,8 @@ def test_a_run_that_can_start_has_no_failure(files: Files, tmp_path: Path, capsy
     assert code == 0
     assert lines[-1] == "0 failures"
     checks = [line[6:].split(":")[0] for line in lines[:-1]]
-    assert checks == [
+    # The memory of each device has a line.
+    assert list(dict.fromkeys(checks)) == [
         "machine", "devices", "target", "tokenizer and template", "token store", "run directory", "run", "mask token",
         "disk", "memory",
     ]  # fmt: skip
@@ -76,9 +77,11 @@ def test_what_does_not_fit_is_a_failure_with_what_helps(files: Files, tmp_path: 
     config = tiny_config(files, tmp_path / "run", keep_last=10**9)
     code, lines = examine(config, capsys)
     failures = [line for line in lines if line.startswith("FAIL")]
-    assert code == 2
-    assert "disk: 1000000000 checkpoints" in failures[0] and "lower --keep-last" in failures[0]
-    assert "memory: cpu" in failures[1] and "--data.num-anchors 4 frees" in failures[1]
+    assert code == len(failures) >= 2
+    assert "disk: 1000000000 checkpoints" in failures[0]
+    assert "lower --keep-last" in failures[0]
+    assert "memory: cpu" in failures[1]
+    assert "--data.num-anchors 4 frees" in failures[1]
 
 
 def test_the_verb_takes_a_recipe_and_flags_or_nothing(files: Files, tmp_path: Path, capsys) -> None:
