@@ -14,50 +14,49 @@ import triton.language as tl
 from torch import Tensor
 
 from blockdraft.training.head_loss import Finish
-from blockdraft.training.head_loss_triton import NUM_WARPS, SLICE, find_slice, finish_logits, join_slices
+from blockdraft.training.head_loss_triton import NUM_WARPS, SLICE, find_slice, finish_logits, first_of, join_slices
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _between_kl_find(
-    product_ptr: "Any", largest_ptr: "Any", first_ptr: "Any", total_ptr: "Any", stride: "Any", multiplier: "Any",
-    softcap: "Any", NUM_IDS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SLICE: tl.constexpr,
+    product_ptr: "Any", largest_ptr: "Any", total_ptr: "Any", stride: "Any", multiplier: "Any", softcap: "Any",
+    NUM_IDS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SLICE: tl.constexpr,
 ) -> None:  # fmt: skip
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = row * tl.num_programs(0) + part
     ids = part * SLICE + tl.arange(0, SLICE)
     x = tl.load(product_ptr + row * stride + ids, mask=ids < NUM_IDS, other=0.0)
     x, _ = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
-    largest, first, total = find_slice(x, ids, NUM_IDS)
+    largest, total = find_slice(x, ids, NUM_IDS)
     tl.store(largest_ptr + slot, largest)
-    tl.store(first_ptr + slot, first)
     tl.store(total_ptr + slot, total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _between_kl_overwrite(
-    product_ptr: "Any", target_ptr: "Any", largest_ptr: "Any", first_ptr: "Any", total_ptr: "Any",
-    target_largest_ptr: "Any", target_first_ptr: "Any", target_total_ptr: "Any", kl_ptr: "Any", drafted_ptr: "Any",
-    chosen_ptr: "Any", stride: "Any", multiplier: "Any", softcap: "Any", NUM_IDS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, SLICE: tl.constexpr, P: tl.constexpr, P2: tl.constexpr,
+    product_ptr: "Any", target_ptr: "Any", largest_ptr: "Any", total_ptr: "Any", target_largest_ptr: "Any",
+    target_total_ptr: "Any", kl_ptr: "Any", drafted_ptr: "Any", chosen_ptr: "Any", stride: "Any", multiplier: "Any",
+    softcap: "Any", NUM_IDS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SLICE: tl.constexpr, P: tl.constexpr,
+    P2: tl.constexpr,
 ) -> None:  # fmt: skip
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    log_sum, drafted = join_slices(largest_ptr, first_ptr, total_ptr, row, NUM_IDS, P, P2)
-    target_log_sum, chosen = join_slices(target_largest_ptr, target_first_ptr, target_total_ptr, row, NUM_IDS, P, P2)
+    slot = row * P + part
+    largest, log_sum = join_slices(largest_ptr, total_ptr, row, P, P2)
+    target_largest, target_log_sum = join_slices(target_largest_ptr, target_total_ptr, row, P, P2)
     ids = part * SLICE + tl.arange(0, SLICE)
     inside = ids < NUM_IDS
     x = tl.load(product_ptr + row * stride + ids, mask=inside, other=0.0)
     x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
     y = tl.load(target_ptr + row * stride + ids, mask=inside, other=0.0)
     y, _ = finish_logits(y, multiplier, softcap, HAS_SOFTCAP)
+    tl.store(drafted_ptr + slot, first_of(x, largest, ids, NUM_IDS))
+    tl.store(chosen_ptr + slot, first_of(y, target_largest, ids, NUM_IDS))
     share = tl.exp(y - target_log_sum)
-    tl.store(kl_ptr + row * P + part, tl.sum(tl.where(inside, share * ((y - target_log_sum) - (x - log_sum)), 0.0), 0))
+    tl.store(kl_ptr + slot, tl.sum(tl.where(inside, share * ((y - target_log_sum) - (x - log_sum)), 0.0), 0))
     gradient = (tl.exp(x - log_sum) - share) * multiplier
     if HAS_SOFTCAP:
         gradient = gradient * slope
     tl.store(product_ptr + row * stride + ids, gradient.to(product_ptr.dtype.element_ty), mask=inside)
-    if part == 0:
-        tl.store(drafted_ptr + row, drafted.to(tl.int64))
-        tl.store(chosen_ptr + row, chosen.to(tl.int64))
 
 
 def between_kl_triton(product_MV: Tensor, target_MV: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,16 +68,13 @@ def between_kl_triton(product_MV: Tensor, target_MV: Tensor, finish: Finish) -> 
     numbers = (product_MV.stride(0), finish.multiplier, softcap)
     constants = {"NUM_IDS": num_ids, "HAS_SOFTCAP": finish.softcap is not None, "SLICE": SLICE}
     grid = (num_slices, num_rows)
-    found: list[Tensor] = []
-    for logits_MV in (product_MV, target_MV):
-        largest_MP, total_MP = (torch.empty(num_rows, num_slices, device=device) for _ in range(2))
-        first_MP = torch.empty(num_rows, num_slices, dtype=torch.int32, device=device)
-        found += [largest_MP, first_MP, total_MP]
-        _between_kl_find[grid](logits_MV, *found[-3:], *numbers, **constants, num_warps=NUM_WARPS)
+    found = [torch.empty(num_rows, num_slices, device=device) for _ in range(4)]
+    _between_kl_find[grid](product_MV, *found[:2], *numbers, **constants, num_warps=NUM_WARPS)
+    _between_kl_find[grid](target_MV, *found[2:], *numbers, **constants, num_warps=NUM_WARPS)
     kl_MP = torch.empty(num_rows, num_slices, device=device)
-    drafted_M, chosen_M = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+    drafted_MP, chosen_MP = (torch.empty(num_rows, num_slices, dtype=torch.int32, device=device) for _ in range(2))
     _between_kl_overwrite[grid](
-        product_MV, target_MV, *found, kl_MP, drafted_M, chosen_M, *numbers, **constants,
+        product_MV, target_MV, *found, kl_MP, drafted_MP, chosen_MP, *numbers, **constants,
         P=num_slices, P2=triton.next_power_of_2(num_slices), num_warps=NUM_WARPS,
     )  # fmt: skip
-    return kl_MP.sum(1), drafted_M, chosen_M
+    return kl_MP.sum(1), drafted_MP.amin(1).long(), chosen_MP.amin(1).long()
