@@ -1,7 +1,7 @@
 """A whole run on GPUs with random weights: target and drafter threads, hundreds of steps of mixed document lengths.
 
 usage: python benchmarks/device_run.py [--shapes tiny|hybrid|qwen3-8b|qwen3.6-27b] [--targets cuda:0 ...]
-           [--drafters cuda:0 ...] [--attention flex] [--steps 300] [--documents 400]
+           [--drafters cuda:0 ...] [--attention own] [--steps 300] [--documents 400]
 
 Prints what a run must show: compilations after warm-up (0), allocated and reserved memory over the run (flat), share of
 time busy per side, tokens per second, and the throughput of each side running alone in the same process.
@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     targets = [make_target(args.shapes, device, dtype) for device in args.targets]
     say(f"target: {targets[0].note}")
     count = len(args.drafters)
-    compiled: How = "stack" if count == 1 else "layer"
+    compiled: How = "stack" if count == 1 and args.attention == "flex" else "layer"
     steps = [
         make_step(
-            args.shapes, targets[0], device, how=compiled if args.attention == "flex" else "nothing",
-            accumulation=count, total_steps=args.steps,
+            args.shapes, targets[0], device, how="nothing" if args.attention == "sdpa" else compiled,
+            accumulation=count, total_steps=args.steps, attention=args.attention,
         )
         for device in args.drafters
     ]  # fmt: skip
@@ -233,7 +233,7 @@ def main() -> int:
     parser.add_argument("--shapes", choices=list(TARGETS), default="tiny")
     parser.add_argument("--targets", nargs="+", default=["cpu"])
     parser.add_argument("--drafters", nargs="+", default=["cpu"])
-    parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa")
+    parser.add_argument("--attention", choices=["sdpa", "flex", "own"], default="sdpa")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--documents", type=int, default=400)
     parser.add_argument("--count-waits", type=int, default=0, help="calls of workers that wait, over so many steps")

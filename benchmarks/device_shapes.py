@@ -94,9 +94,19 @@ def make_target(shapes: str, device: str | torch.device, dtype: torch.dtype) -> 
 
 
 def make_step(
-    shapes: str, target: Target, device: str | torch.device, *, how: How, accumulation: int, total_steps: int
+    shapes: str,
+    target: Target,
+    device: str | torch.device,
+    *,
+    how: How,
+    accumulation: int,
+    total_steps: int,
+    attention: str = "own",
 ) -> DrafterStep:
-    """A drafter for that target, in its type; `how` nothing means masked SDPA, uncompiled."""
+    """A drafter for that target, in its type; `how` nothing means masked SDPA, uncompiled.
+
+    `attention`: the kernels that a run has on GPUs (own), or flex.
+    """
     shape = derive_shape(DRAFTERS[shapes], target.facts, target.vocab_size - 1)
     torch.manual_seed(1)
     with torch.device(device):
@@ -107,6 +117,11 @@ def make_step(
     torch.nn.init.constant_(drafter.norm.weight, 0.05)
     ends = target.ends.copy_to(torch.device(device), target.dtype)
     attend: MakeAttend = sdpa_attend if how == "nothing" else bare_flex_attend
+    if how != "nothing" and attention == "own":
+        # Only GPUs have Triton.
+        from blockdraft.models.block_attention import kernel_attend
+
+        attend = kernel_attend
     return DrafterStep(
         drafter, ends, ends, loss=LossConfig(), optim=OptimConfig(accumulation=accumulation), total_steps=total_steps,
         make_attend=attend, how=how,
