@@ -67,8 +67,10 @@ def bucket_for(length: int, lengths: list[int], target_tokens: int) -> Bucket:
 
 
 def budget_bucket(row_length: int, target_tokens: int) -> Bucket:
-    """A batch of the longest documents that fills the token budget; no batch of any plan has more tokens."""
-    return bucket_for(row_length, bucket_lengths(row_length), target_tokens)
+    """The largest batch of all: no batch of any plan has more tokens. Of equals the one of the longest documents."""
+    lengths = bucket_lengths(row_length)
+    buckets = [bucket_for(length, lengths, target_tokens) for length in lengths]
+    return max(buckets, key=lambda bucket: (bucket.batch * bucket.length, bucket.length))
 
 
 def epoch_plan(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockdraft.config import ConfigError
-from blockdraft.data.packing import bucket_for, bucket_lengths, epoch_plan, padding_share, shapes_of
+from blockdraft.data.packing import budget_bucket, bucket_for, bucket_lengths, epoch_plan, padding_share, shapes_of
 
 
 def plans(lengths, *, num_rows=1, row_length=64, sort_window=16, target_tokens=128, seed=0):
@@ -22,6 +22,14 @@ def plans(lengths, *, num_rows=1, row_length=64, sort_window=16, target_tokens=1
             generator=np.random.default_rng(seed),
         )
     )
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=80), st.integers(1, 4), st.integers(64, 400))
+def test_no_batch_has_more_tokens_than_the_budgets_own(lengths, num_rows, target_tokens):
+    budget = budget_bucket(64, target_tokens)
+    shapes = shapes_of(plans(lengths, num_rows=num_rows, target_tokens=target_tokens))
+    assert all(shape.batch * shape.length <= budget.batch * budget.length for shape in shapes)
+    assert budget.batch * budget.length <= max(target_tokens, bucket_lengths(64)[-1])
 
 
 @given(
