@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockdraft.config import ConfigError
-from blockdraft.data.packing import budget_bucket, bucket_for, bucket_lengths, epoch_plan, padding_share, shapes_of
+from blockdraft.data.packing import bucket_for, bucket_lengths, budget_bucket, epoch_plan, padding_share, shapes_of
 
 
 def plans(lengths, *, num_rows=1, row_length=64, sort_window=16, target_tokens=128, seed=0):
