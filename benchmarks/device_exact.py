@@ -1,4 +1,4 @@
-"""Exactness on a GPU: the fused loss, the block mask and compiled flex_attention, each against a plain version.
+"""Exactness on a GPU: the fused loss, the block mask and the compiled layers, each against a plain version.
 
 R rows, T context tokens, A anchors, L block size, N rows of the head, D width, V ids.
 """
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from blockdraft.commands.bench_cases import Loss, choose_between, presets
-from blockdraft.models.attention import bare_flex_attend, sdpa_attend
+from blockdraft.commands.bench_cases import Loss, choose_between, choose_make_attend, presets
 from blockdraft.models.block_mask import block_mask
 from blockdraft.models.blocks import block_positions, visibility
 from blockdraft.models.compiled import compile_drafter
@@ -156,9 +155,9 @@ def _run_stack(shape: DrafterShape, device: torch.device, dtype: torch.dtype, *,
     features_RTC = torch.randn(2, 512, drafter.fc.in_features, generator=generator).bfloat16().to(device, dtype)
     block_RQD = torch.randn(2, 512, shape.hidden_size, generator=generator).bfloat16().to(device, dtype)
     upstream_RND = torch.randn(2, 480, shape.hidden_size, generator=generator).bfloat16().to(device, dtype)
-    is_flex = compiled and device.type == "cuda"
-    run = compile_drafter(drafter, "stack" if compiled else "nothing")
-    attend = (bare_flex_attend if is_flex else sdpa_attend)(shape, document_RT, position_RT, anchor_RA)
+    run = compile_drafter(drafter, "layer" if compiled else "nothing")
+    make_attend = choose_make_attend("own" if compiled and device.type == "cuda" else "sdpa", "layer")
+    attend = make_attend(shape, document_RT, position_RT, anchor_RA)
     block_position_RQ = block_positions(position_RT, anchor_RA, shape.block_size)
     hidden_RND = run(features_RTC, position_RT, block_RQD, block_position_RQ, attend)
     (hidden_RND * upstream_RND).sum().backward()

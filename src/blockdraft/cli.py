@@ -37,6 +37,7 @@ VERBS: Final = {
     "report": Verb("blockdraft.commands.report", "one HTML page about a run: curves, speed, memory, workers"),
     "import": Verb("blockdraft.commands.import_", "read a published drafter, for warm starts and evaluation"),
     "doctor": Verb("blockdraft.commands.doctor", "look at machine, packages and what a recipe needs"),
+    "bench": Verb("blockdraft.commands.bench", "speed, memory and share of the hardware, on your own shapes"),
     "plan": Verb("blockdraft.commands.plan", "the best split of 1 to 1,000 GPUs, its speed, memory and hours"),
 }
 WITH_RECIPE: Final = ("doctor", "plan")

@@ -96,7 +96,7 @@ class LossConfig:
     """Go on supervising behind the first unsupervised slot of a block."""
     draft_vocab: Literal["full", "data"] = "full"
     """Ids the head is restricted to in training: all, or those that occur in supervised positions of the data."""
-    chunk_rows: int = 4096
+    chunk_rows: int = 2048
     """Block tokens that pass through the head at a time."""
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class RuntimeConfig:
     keep_features: bool = False
     """Keep every slot's features in host memory: the target runs once, later epochs reorder the same slots."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
-    """auto: compiled flex_attention on a GPU, masked SDPA on a CPU."""
+    """auto: kernels of our own on a GPU, masked SDPA on a CPU. flex: compiled flex_attention."""
     stall_seconds: float = 300.0
     """Print all stacks and stop when nothing moved for this long."""
 

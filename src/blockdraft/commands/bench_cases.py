@@ -247,17 +247,19 @@ def products(shape: DrafterShape, num_tokens: int, num_anchors: int) -> list[Pro
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     block, drafted = num_anchors * shape.block_size, num_anchors * (shape.block_size - 1)
     layers, before = shape.num_layers, shape.num_layers - 1
+    # The block's embeddings need no gradient, so the first layer's queries, keys and values pass none on.
+    of_block = [(block, queries, width, 1), (block, keys, width, 2)]
     linear: list[tuple[int, int, int, int]] = [
-        (block, queries, width, layers),
-        (block, keys, width, 2 * layers),
         (num_tokens, keys, width, 2 * layers),
         *((rows, width, queries, times) for rows, times in ((block, before), (drafted, 1))),
         *((rows, inner, width, 2 * times) for rows, times in ((block, before), (drafted, 1))),
         *((rows, width, inner, times) for rows, times in ((block, before), (drafted, 1))),
     ]
-    found = [Product("forward", m, n, k, times) for m, n, k, times in linear if times]
-    found += [Product("input", m, k, n, times) for m, n, k, times in linear if times]
-    found += [Product("weight", n, k, m, times) for m, n, k, times in linear if times]
+    whole = linear + [(m, n, k, times * layers) for m, n, k, times in of_block]
+    passed_on = linear + [(m, n, k, times * before) for m, n, k, times in of_block]
+    found = [Product("forward", m, n, k, times) for m, n, k, times in whole if times]
+    found += [Product("input", m, k, n, times) for m, n, k, times in passed_on if times]
+    found += [Product("weight", n, k, m, times) for m, n, k, times in whole if times]
     features = len(shape.target_layer_ids) * width
     # The features need no gradient.
     return [

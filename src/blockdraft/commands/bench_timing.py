@@ -159,6 +159,18 @@ def kernel_classes(function: Callable[[], Any], steps: int = 3) -> dict[str, Ker
     }
 
 
+def busy_share(device: torch.device, function: Callable[[], Any], repeats: int = 3) -> float:
+    """Share of a function's time in which the device computes: kernels on a GPU, all intra-op threads on a CPU."""
+    if device.type != "cuda":
+        wall, work = time.perf_counter(), time.process_time()
+        for _ in range(repeats):
+            function()
+        wall, work = time.perf_counter() - wall, time.process_time() - work
+        return min(1.0, work / wall / torch.get_num_threads())
+    wall_ms = sum(time_once(device, [function] * repeats)) / repeats
+    return min(1.0, sum(share.milliseconds for share in kernel_classes(function).values()) / wall_ms)
+
+
 def captured(step: Callable[[], Tensor]) -> Callable[[], None]:
     """A step as one CUDA graph. It ran before, so that nothing compiles; what it reads and makes stays where it is."""
     side = torch.cuda.Stream()

@@ -70,7 +70,7 @@ def build(config: RunConfig, say: Callable[[str], None], *, node: int = 0, num_n
 def plan_sizes(config: RunConfig, checked: Checked) -> Sizes:
     """What the memory plan is made from."""
     is_alone = checked.loader.config.num_drafters == 1
-    _, how = choose_attention(config.runtime.attention, checked.drafter_devices[0], is_alone=is_alone)
+    how = choose_how(config.runtime.attention, checked.drafter_devices[0], is_alone=is_alone)
     return checked.sizes(how)
 
 
@@ -188,14 +188,26 @@ def _step(
 
 
 def choose_attention(name: str, device: torch.device, *, is_alone: bool) -> tuple[MakeAttend, How]:
-    """Masked SDPA on a CPU; on a GPU flex_attention, compiled with the whole stack. Both unless told otherwise.
+    """Masked SDPA on a CPU; on a GPU kernels of our own. Both unless told otherwise."""
+    how = choose_how(name, device, is_alone=is_alone)
+    if how == "nothing":
+        return sdpa_attend, how
+    if name == "flex":
+        return bare_flex_attend, how
+    # Only GPUs have Triton.
+    from blockdraft.models.block_attention import kernel_attend
 
-    A drafter that is one of several is compiled layer by layer: of one graph all gradients come at its end, where no
-    backward is left to run beside their sum.
+    return kernel_attend, how
+
+
+def choose_how(name: str, device: torch.device, *, is_alone: bool) -> How:
+    """What of the drafter is compiled: layer by layer, but with flex_attention all layers of a drafter that is alone.
+
+    Of one graph all gradients come at its end, where no backward is left to run beside their sum.
     """
     if name == "sdpa" or (name == "auto" and device.type == "cpu"):
-        return sdpa_attend, "nothing"
-    return bare_flex_attend, "stack" if is_alone else "layer"
+        return "nothing"
+    return "stack" if name == "flex" and is_alone else "layer"
 
 
 def _tapes(config: RunConfig, target: Target, held_out: list[HeldOut]) -> dict[str, list[Tape]]:

@@ -109,7 +109,7 @@ def find_basis(config: RunConfig | None, options: Options) -> Basis:
     """
     import torch
 
-    from blockdraft.commands.build import choose_attention
+    from blockdraft.commands.build import choose_how
     from blockdraft.commands.checks import check_store, loader_config
     from blockdraft.commands.control import resolve_dtypes
     from blockdraft.data.loader import Loader
@@ -139,7 +139,7 @@ def find_basis(config: RunConfig | None, options: Options) -> Basis:
         filled = float(store.lengths.sum()) / counts.fills
         tokens = tokens if tokens is not None else float(store.lengths.sum())
     bucket = budget_bucket(config.data.row_length, config.data.target_tokens)
-    _, how = choose_attention(config.runtime.attention, torch.device("cuda:0"), is_alone=False)
+    how = choose_how(config.runtime.attention, torch.device("cuda:0"), is_alone=False)
     return Basis(config, Sizes(found, shape, found.facts.vocab_size, bucket, 0, how), filled, tokens)
 
 

@@ -6,13 +6,17 @@ import torch
 from blockdraft.commands.build import choose_attention
 from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 
+pytest.importorskip("triton")
+from blockdraft.models.block_attention import kernel_attend
+
 
 @pytest.mark.parametrize(
     ("name", "device", "is_alone", "expected"),
     [
         ("auto", "cpu", False, (sdpa_attend, "nothing")),
         ("sdpa", "cuda:0", True, (sdpa_attend, "nothing")),
-        ("auto", "cuda:0", True, (bare_flex_attend, "stack")),
+        ("auto", "cuda:0", True, (kernel_attend, "layer")),
+        ("flex", "cuda:0", True, (bare_flex_attend, "stack")),
         ("flex", "cuda:0", False, (bare_flex_attend, "layer")),
     ],
 )

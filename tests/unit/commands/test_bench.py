@@ -1,0 +1,66 @@
+"""`blockdraft bench` on tiny shapes; no test looks at how long anything took."""
+
+import json
+
+import pytest
+import torch
+
+from blockdraft.cli import main
+from blockdraft.commands.bench import Options, step_shape
+from blockdraft.commands.bench_cases import make_problem, useful_flops
+from integration.tiny import tiny_target
+
+SMALL = ("--shapes", "tiny", "--row-length", "96", "--num-anchors", "9", "--num-layers", "2", "--steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("step", {"step_ms", "step_tflop", "step_share_of_rate", "step_busy", "update_ms", "update_share_of_step"}),
+        ("target", {"target_1x96_tok_s", "target_8x12_tok_s", "target_1x96_share_of_rate"}),
+        ("pipeline", {"pipeline_tok_s", "busy_target", "busy_drafter"}),
+    ],
+)
+def test_each_measurement_runs_on_a_cpu_and_writes_its_numbers(what, names, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    assert main(["bench", what, *SMALL, "--output", str(file), "--device", "cpu"]) == 0
+    found = json.loads(file.read_text())
+    assert {"device", "torch", "dtype", "matrix_rate_tflops", "options", *names} <= found.keys()
+    assert all(found[name] > 0 for name in names)
+    printed = capsys.readouterr().out
+    assert "matrix rate" in printed
+    assert what in printed
+
+
+def test_shapes_of_a_target_of_ones_own(tmp_path):
+    target = tiny_target("qwen3")
+    target.model.save_pretrained(tmp_path)
+    shape = step_shape(Options(what="step", target=str(tmp_path), num_layers=2, window=40))
+    assert (shape.hidden_size, shape.vocab_size) == (target.hidden_size, target.ends.vocab_size)
+    assert (shape.window, shape.window_layers) == (40, (0,))
+
+
+def test_useful_work_counts_every_product_once():
+    shape = step_shape(Options(what="step", shapes="tiny", num_layers=2))
+    problem = make_problem(shape, 64, 5, torch.device("cpu"), torch.float32)
+    block, context = 5 * 16, 64
+    heads, groups, width = 4 * 16, 2 * 16, 64
+    products = block * width * heads * 2 + (block + context) * width * groups * 2 + 3 * block * width * 96
+    seen = int(problem.anchor_RA.sum()) * 16 + 5 * 16 * 16
+    layer = 2 * products + 4 * heads * seen
+    stack = 2 * layer + 2 * context * 2 * width * width
+    assert useful_flops(shape, 64, problem.anchor_RA) == 3 * stack + 2 * 2 * block * width * shape.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "one of --target and --shapes, found neither"),
+        (("--shapes", "tiny", "--target", "x"), "one of --target and --shapes, found both"),
+        (("--shapes", "tiny", "--steps", "0"), "--steps: expected at least 1, found 0"),
+        (("--shapes", "tiny", "--row-length", "8", "--num-anchors", "8"), "fewer than the row's 8 tokens, found 8"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags, message, capsys):
+    assert main(["bench", "step", *flags]) == 2
+    assert message in capsys.readouterr().err
