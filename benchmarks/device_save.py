@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -86,59 +87,70 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(args: argparse.Namespace) -> int:
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    started = time.perf_counter()
-    step, features_RTC, blocks = make_step(args, device)
-    settle(device)
-    say(f"{args.shapes} built in {time.perf_counter() - started:.1f} s")
-    denominator, count = float(blocks.weight_RAS.sum()), 0
+class Trainer:
+    """One drafter on one micro-batch, again and again, on the caller's thread."""
 
-    def train(clock: Clock, num_steps: int, save_at: int | None, saver: Saver | None) -> float:
-        nonlocal count
-        settle(device)
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.device, self.count = device, 0
+        self.step, self.features_RTC, self.blocks = make_step(args, device)
+        self.denominator = float(self.blocks.weight_RAS.sum())
+        self.held: dict[str, Tensor] = {}
+
+    def train(self, clock: Clock, num_steps: int, save_at: int = -1, saver: Saver | None = None) -> float:
+        """Seconds that the steps took, a save begun behind one of them."""
+        settle(self.device)
         started = time.perf_counter()
         clock.mark()
         for index in range(num_steps):
-            step.micro_batch(features_RTC, blocks, denominator)
-            step.finish(count)
-            count += 1
+            self.step.micro_batch(self.features_RTC, self.blocks, self.denominator)
+            self.step.finish(self.count)
+            self.count += 1
             if index == save_at and saver is not None:
-                held.update(copies(step))
+                # On the device, so that the comparison needs no second copy to the host now.
+                self.held = {name: value.detach().clone() for name, value in self._named().items()}
                 begun = time.perf_counter()
-                saver.save(count)
+                saver.save(self.count)
                 say(f"save() took {1e3 * (time.perf_counter() - begun):.1f} ms of the drafter's thread")
             clock.mark()
-        settle(device)
+        settle(self.device)
         return time.perf_counter() - started
 
-    def copies(step: DrafterStep) -> dict[str, Tensor]:
-        # On the device, so that the comparison needs no second copy to the host now.
-        found = {f"w.{name}": value.detach().clone() for name, value in step.drafter.state_dict().items()}
-        return found | {f"m.{name}": value.detach().clone() for name, value in step.optimizer.state_tensors().items()}
+    def _named(self) -> dict[str, Tensor]:
+        named = {f"w.{name}": value for name, value in self.step.drafter.state_dict().items()}
+        return named | {f"m.{name}": value for name, value in self.step.optimizer.state_tensors().items()}
 
-    held: dict[str, Tensor] = {}
+    def make_saver(self, root: Path, fail: Callable[[str], None]) -> Saver:
+        """Ready to save, its host memory taken."""
+        step = self.step
+        saver = Saver(
+            root, 2, contents_at=lambda done: contents_of(done, step.drafter, step.optimizer, RunConfig()),
+            fail=fail, tick=lambda: None, check=lambda: None, await_metrics=lambda _step, _over: True, say=say,
+            lane=Lane("writer", torch.device("cpu")),
+        )  # fmt: skip
+        started = time.perf_counter()
+        saver.prepare()
+        size = saver.contents_at(0).num_bytes() / 2**30
+        say(f"host memory for {size:.2f} GiB taken in {time.perf_counter() - started:.1f} s")
+        step.before_update = saver.before_update
+        return saver
+
+
+def run(args: argparse.Namespace) -> int:
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
-    train(Clock(device), 3, None, None)
-    say(f"three first steps, compiling included: {time.perf_counter() - started:.1f} s")
+    trainer = Trainer(args, device)
+    settle(device)
+    say(f"{args.shapes} built in {time.perf_counter() - started:.1f} s")
+    say(f"three first steps, compiling included: {trainer.train(Clock(device), 3):.1f} s")
     root, failures = Path(args.root or tempfile.mkdtemp()), list[str]()
-    saver = Saver(
-        root, 2, contents_at=lambda done: contents_of(done, step.drafter, step.optimizer, RunConfig()),
-        fail=failures.append, tick=lambda: None, check=lambda: None, await_metrics=lambda _step, _over: True, say=say,
-        lane=Lane("writer", torch.device("cpu")),
-    )  # fmt: skip
-    started = time.perf_counter()
-    saver.prepare()
-    size = saver.contents_at(0).num_bytes() / 2**30
-    say(f"host memory for {size:.2f} GiB taken in {time.perf_counter() - started:.1f} s")
-    step.before_update = saver.before_update
+    saver = trainer.make_saver(root, failures.append)
     plain, around = Clock(device), Clock(device)
-    train(Clock(device), 10, None, None)
-    plain_s = train(plain, args.steps, None, None)
+    trainer.train(Clock(device), 10)
+    plain_s = trainer.train(plain, args.steps)
     say(f"{args.steps} steps without a save: {plain_s:.2f} s")
     written = threading.Thread(target=watch_writer, args=(root, time.perf_counter()), daemon=True)
     written.start()
-    around_s = train(around, args.steps, args.steps // 10, saver)
+    around_s = trainer.train(around, args.steps, args.steps // 10, saver)
     started = time.perf_counter()
     saver.finish(lambda: None)
     say(f"writer needed {time.perf_counter() - started:.1f} s more behind the last step")
@@ -149,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     if failures:
         say(f"FAILED: {failures[0]}")
         return 1
-    return compare(root, held)
+    return compare(root, trainer.held)
 
 
 def watch_writer(root: Path, started: float) -> None:

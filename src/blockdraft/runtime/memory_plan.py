@@ -92,6 +92,7 @@ def plan_memory(config: RunConfig, sizes: Sizes) -> MemoryPlan:
         parts += _target_parts(config, sizes, name.split("+"))
     for name in config.runtime.drafters:
         parts += _drafter_parts(config, sizes, name)
+    parts.append(Part(HOST, "copy for checkpoints", checkpoint_bytes(config, sizes.shape), False))
     if config.runtime.keep_features:
         parts.append(Part(HOST, "kept features", sizes.kept_slots * slot_bytes(config, sizes), False))
     return MemoryPlan(tuple(part for part in parts if part.bytes))
@@ -142,14 +143,24 @@ def drafter_parameters(shape: DrafterShape) -> int:
     return shape.num_layers * layer + len(shape.target_layer_ids) * width * width + 2 * width
 
 
+def checkpoint_bytes(config: RunConfig, shape: DrafterShape) -> int:
+    """Of one drafter's weights, masters and moments, copied to the host to be written; masters may be the weights."""
+    width = BYTES[config.drafter.dtype]
+    return drafter_parameters(shape) * ((width if width != 4 else 0) + 4 + _moments_bytes(config))
+
+
+def _moments_bytes(config: RunConfig) -> int:
+    # Muon keeps one moment of a matrix, AdamW two; norms are too small to tell.
+    return 4 * (1 if config.optim.optimizer == "muon" else 2)
+
+
 def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Part]:
     shape, width = sizes.shape, BYTES[config.drafter.dtype]
     count = drafter_parameters(shape)
     yield Part(device, "drafter weights", count * width, False)
     if width != 4:
         yield Part(device, "masters", count * 4, False)
-    # Muon keeps one moment of a matrix, AdamW two; norms are too small to tell.
-    yield Part(device, "moments", count * 4 * (1 if config.optim.optimizer == "muon" else 2), False)
+    yield Part(device, "moments", count * _moments_bytes(config), False)
     is_added = not _is_fused(config, device) or config.optim.accumulation > len(config.runtime.drafters)
     # The fused update frees gradients behind each step; otherwise they stay, zeroed.
     yield Part(device, "gradients", count * 4 if is_added else 0, _is_fused(config, device))

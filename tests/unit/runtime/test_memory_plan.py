@@ -129,6 +129,10 @@ def test_what_the_objective_and_the_config_add() -> None:
     assert total(base) - total(float8) == 34 * 192_946_432
     kept = plan_memory(replace(base, runtime=replace(base.runtime, keep_features=True)), LARGE)
     assert kept.total("host") - plan_memory(base, LARGE).total("host") == 10 * 2 * 4097 * 5 * 4096
+    # bf16 weights, float32 masters and two moments, copied to be written.
+    assert plan_memory(base, LARGE).total("host") == (2 + 4 + 8) * drafter_parameters(LARGE.shape)
+    float32 = replace(base, drafter=replace(base.drafter, dtype="float32"))
+    assert plan_memory(float32, LARGE).total("host") == 12 * drafter_parameters(LARGE.shape)
 
 
 def test_small_chunks_and_small_rows_move_the_peak() -> None:
