@@ -261,8 +261,6 @@ class GradientSum:
         self._running: deque[Any] = deque()
         self._options = c10d.AllreduceCoalescedOptions()
         self._options.reduceOp = c10d.ReduceOp.SUM
-        # On a stream of its own; otherwise the backward's stream would carry it.
-        self._options.asyncOp = True
         if device.type == "cuda":
             for name, value in NCCL_SETTINGS.items():
                 os.environ.setdefault(name, value)

@@ -62,6 +62,11 @@ def test_every_thread_gets_the_same_sum():
                 assert torch.equal(mine, first), "replicas part"
 
 
+def test_sums_have_a_stream_of_their_own_unless_told_otherwise():
+    # NCCL would put them on the backward's own stream, and nothing would overlap.
+    assert c10d.AllreduceCoalescedOptions().asyncOp
+
+
 def test_a_group_that_is_left_ends_the_others_wait():
     store, left = c10d.HashStore(), threading.Event()
 
