@@ -160,7 +160,7 @@ class RuntimeConfig:
     keep_features: bool = False
     """Keep every slot's features in host memory: the target runs once, later epochs reorder the same slots."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
-    """auto: kernels of our own on a GPU, masked SDPA on a CPU. flex: compiled flex_attention."""
+    """auto: kernels of our own on a Hopper GPU, compiled flex_attention on others, masked SDPA on a CPU."""
     stall_seconds: float = 300.0
     """Print all stacks and stop when nothing moved for this long."""
 

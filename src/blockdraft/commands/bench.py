@@ -193,12 +193,13 @@ def step_shape(options: Options) -> "DrafterShape":
 
 def _forward(options: Options, problem: Any, drafter: Any, device: "torch.device") -> Any:
     from blockdraft.commands.bench_cases import stack_step
-    from blockdraft.commands.build import choose_how
+    from blockdraft.commands.build import choose_attention
+    from blockdraft.models.attention import bare_flex_attend
 
-    how = choose_how(options.attention, device, is_alone=True)
+    make_attend, how = choose_attention(options.attention, device, is_alone=True)
     if how == "nothing":
         return stack_step(problem, drafter, how, "sdpa")
-    return stack_step(problem, drafter, how, "own" if options.attention == "auto" else "flex")
+    return stack_step(problem, drafter, how, "flex" if make_attend is bare_flex_attend else "own")
 
 
 def _measure_update(bench: Bench, drafter: Any, step_ms: float) -> None:

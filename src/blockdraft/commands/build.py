@@ -188,11 +188,13 @@ def _step(
 
 
 def choose_attention(name: str, device: torch.device, *, is_alone: bool) -> tuple[MakeAttend, How]:
-    """Masked SDPA on a CPU; on a GPU kernels of our own. Both unless told otherwise."""
+    """Masked SDPA on a CPU; on a GPU kernels of our own, or flex_attention. All unless told otherwise."""
     how = choose_how(name, device, is_alone=is_alone)
     if how == "nothing":
         return sdpa_attend, how
-    if name == "flex":
+    # Their tiles were chosen on a Hopper GPU. For sm_80, sm_89 and sm_120 the compiler says that they spill registers.
+    is_tuned = not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
+    if name == "flex" or not is_tuned:
         return bare_flex_attend, how
     # Only GPUs have Triton.
     from blockdraft.models.block_attention import kernel_attend
