@@ -261,7 +261,10 @@ class Control:
             if pipeline.crew.first_error is not None:
                 pipeline.abort_sums()
             pipeline.crew.join()
-            self._drain(pipeline, 0.0)
+            while pipeline.reports.qsize():
+                # The last numbers may still be on their way from a GPU.
+                self._drain(pipeline, POLL_SECONDS)
+                pipeline.watchdog.check()
             self._finish_saving(pipeline)
         except BaseException as error:
             self._clean_up(pipeline, error)
