@@ -12,7 +12,7 @@ import triton.language as tl
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
-from blockdraft.models.target_fast_ops import FLOAT8, L2_EPS, Columns, Norm, Rows, Weight, attend
+from blockdraft.models.target_fast_ops import FLOAT8, L2_EPS, Columns, Norm, Rows, Weight, attend, product_onto
 
 FLOAT8_MAX: tl.constexpr = tl.constexpr(448.0)
 
@@ -82,9 +82,9 @@ def _swiglu_float8(gate_up_ptr, out_ptr, scale_ptr, J: tl.constexpr, HEAD: tl.co
     tl.store(out_ptr + tail, rest.to(out_ptr.dtype.element_ty), mask=tail < J)
 
 
-@triton.jit(do_not_specialize=["length", "part_stride"])
+@triton.jit(do_not_specialize=["length"])
 def _conv(
-    mixed_ptr, weight_ptr, out_ptr, length, part_stride, l2_eps,
+    mixed_ptr, weight_ptr, out_ptr, length, l2_eps,
     W: tl.constexpr, H: tl.constexpr, E: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr,
     STRIDE: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -108,7 +108,8 @@ def _conv(
     row_1 = tl.load(base_ptr + (first - 2).to(tl.int64) * W, mask=before, other=0.0).to(tl.float32)
     row_2 = tl.load(base_ptr + (first - 1).to(tl.int64) * W, mask=before, other=0.0).to(tl.float32)
     row_3 = tl.load(base_ptr + first.to(tl.int64) * W, mask=mask & (first < length), other=0.0).to(tl.float32)
-    out_ptr += part.to(tl.int64) * part_stride + (document * length * H + head) * E + entry
+    # In terms of H and E, which are known to be multiples of what one store takes.
+    out_ptr += (((part * tl.num_programs(2) + document) * length) * H + head) * E + entry
     for turn in tl.static_range(ROWS):
         step = (first + turn).to(tl.int64)
         # Asked for before the store, which a later load could not overtake.
@@ -210,9 +211,8 @@ def _gate_heads(
 class TritonOps:
     """The fused operations, for GPUs."""
 
-    def __init__(self, dtype: torch.dtype, in_place: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.in_place = in_place
 
     def add_norm(self, hidden_ND: Tensor, delta_ND: Tensor | None, norm: Norm, quantize: bool) -> tuple[Tensor, Rows]:
         """As Ops."""
@@ -251,7 +251,7 @@ class TritonOps:
         all_heads = len(parts) * one.num_heads
         heads, rows = min(8, triton.next_power_of_2(all_heads)), 16
         _conv[(triton.cdiv(length, rows), triton.cdiv(all_heads, heads), num_rows // length)](
-            mixed_NW, weight_CT, out_PNHE, length, out_PNHE.stride(0), L2_EPS,
+            mixed_NW, weight_CT, out_PNHE, length, L2_EPS,
             W=mixed_NW.shape[1], H=one.num_heads, E=one.dim, OFFSET=one.offset, GROUP=one.group, STRIDE=one.stride,
             PARTS=len(parts), SHIFT=parts[-1].offset - one.offset, ROWS=rows, BLOCK_H=heads,
             BLOCK_E=triton.next_power_of_2(one.dim), NORMALIZE=normalize,
@@ -334,11 +334,8 @@ class TritonOps:
         )  # fmt: skip
 
     def product_onto(self, stream_ND: Tensor, rows: Rows, weight: Weight) -> Tensor | None:
-        """As Ops; without a bias, 16-bit products add to the stream themselves, which saves two passes over it."""
-        if self.in_place and weight.scale_M is None and weight.bias_M is None:
-            stream_ND.addmm_(rows.value_NK, weight.value_MK.t())
-            return None
-        return self.product(rows, weight)
+        """As Ops."""
+        return product_onto(self, stream_ND, rows, weight)
 
     def _new_rows(self, num_rows: int, width: int, like: Tensor, quantize: bool) -> Rows:
         dtype = FLOAT8 if quantize else self.dtype

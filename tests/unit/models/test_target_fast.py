@@ -124,8 +124,6 @@ class Mutated(TorchOps):
         self.wrong = wrong
 
     def add_norm(self, hidden_ND, delta_ND, norm, quantize):
-        if self.wrong == "residual" and delta_ND is not None:
-            return hidden_ND, super().add_norm(hidden_ND, None, norm, quantize)[1]
         wrong = norm._replace(weight_D=norm.weight_D - 1.0) if self.wrong == "norm convention" else norm
         return super().add_norm(hidden_ND, delta_ND, wrong, quantize)
 
@@ -158,12 +156,15 @@ class Mutated(TorchOps):
             return nn.functional.scaled_dot_product_attention(*parts, scale=scale, enable_gqa=True).transpose(1, 2)
         return super().attend(q_BSHE, k_BSHE, v_BSHE, scale * (2.0 if self.wrong == "scale" else 1.0))
 
+    def product_onto(self, stream_ND, rows, weight):
+        return torch.zeros_like(stream_ND) if self.wrong == "sum" else super().product_onto(stream_ND, rows, weight)
+
     def gate_heads(self, attended_NHE, mixed_NW, gate, quantize):
         return super().gate_heads(attended_NHE, mixed_NW, None if self.wrong == "gate of heads" else gate, quantize)
 
 
 MUTATIONS = [
-    "residual", "norm convention", "gate and up", "documents run together", "taps", "norm of keys", "beta and alpha",
+    "sum", "norm convention", "gate and up", "documents run together", "taps", "norm of keys", "beta and alpha",
     "bias", "gate of the core", "rotation", "norm of heads", "not causal", "scale", "gate of heads",
 ]  # fmt: skip
 
@@ -214,8 +215,9 @@ def test_on_a_cpu_the_plain_forward_is_used():
     assert "the fused kernels need a GPU, the target is on cpu" in target.note
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-def test_a_divided_target_has_bit_equal_features_and_every_boundary_is_moved_over(name, monkeypatch):
+# The stream of five layers and, with biases, the update that comes with it from the second layer on.
+@pytest.mark.parametrize(("name", "num_moves"), [("qwen3", 5), ("qwen3_5", 5), ("llama_bias", 9)])
+def test_a_divided_target_has_bit_equal_features_and_every_boundary_is_moved_over(name, num_moves, monkeypatch):
     expected = fast_target(name).features(tokens())
     divided = Target(place(model_of(NAMES[name]()), "cpu+cpu"), LAYERS, 2, ops=TorchOps(torch.float32))
     assert divided.fast is not None
@@ -227,8 +229,7 @@ def test_a_divided_target_has_bit_equal_features_and_every_boundary_is_moved_ove
 
     monkeypatch.setattr(target_fast, "move", copy)
     assert torch.equal(divided.features(tokens()), expected)
-    # The stream of every layer, and the update that comes with it from the second layer on.
-    assert len(moved) == 2 * 5 - 1
+    assert len(moved) == num_moves
 
 
 @pytest.mark.parametrize("name", ["llama_bias", "qwen3_5", "qwen3_moe"])
@@ -371,3 +372,64 @@ def test_the_thread_is_on_a_layers_device_before_any_of_its_kernels_is_started(m
     target.features(tokens())
     assert log[0] == "cpu"
     assert "kernel" in log
+
+
+# Of the largest target in docs/performance.md: pointers of its kernels, and their compile-time constants.
+BUILT = {
+    "_add_norm": (
+        {"hidden_ptr": "*bf16", "delta_ptr": "*bf16", "weight_ptr": "*fp32", "total_ptr": "*bf16", "eps": "fp32"},
+        {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+        {"D": 5120, "BLOCK": 8192, "HAS_DELTA": True, "QUANTIZE": True},
+        8,
+    ),
+    "_swiglu_float8": (
+        {"gate_up_ptr": "*bf16"},
+        {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+        {"J": 17408, "HEAD": 16384, "TAIL": 1024},
+        16,
+    ),
+    "_conv": (
+        {"mixed_ptr": "*bf16", "weight_ptr": "*bf16", "length": "i32", "l2_eps": "fp32"},
+        {"out_ptr": "*bf16"},
+        {"W": 16480, "H": 16, "E": 128, "OFFSET": 0, "GROUP": 1, "STRIDE": 128, "PARTS": 2, "SHIFT": 2048, "ROWS": 16}
+        | {"BLOCK_H": 8, "BLOCK_E": 128, "NORMALIZE": True},
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BUILT))
+def test_fused_kernels_compile_for_a_gpu_and_move_16_bytes_at_a_time(name):
+    # The interpreter takes Python that the compiler refuses; compiling needs no GPU.
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from blockdraft.models import target_fast_triton
+
+    kernel = vars(target_fast_triton)[name]
+    inputs, outputs, constants, warps = BUILT[name]
+    types = {**inputs, **outputs, **dict.fromkeys(constants, "constexpr")}
+    assert sorted(types) == sorted(kernel.arg_names)
+    order = {argument: index for index, argument in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature={argument: types[argument] for argument in kernel.arg_names},
+        constexprs={(order[argument],): value for argument, value in constants.items()},
+        attrs={(order[argument],): [["tt.divisibility", 16]] for argument in types if types[argument].startswith("*")},
+    )
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    assert code.count("ld.global.v4") >= 4
+    assert code.count("st.global.v4") >= 2
+    assert ".local" not in code, "registers were not enough"
+
+
+def test_float8_without_a_bias_and_16_bit_products_keep_the_stream_apart_or_add_to_it():
+    stream_ND, rows = torch.zeros(3, 4), Rows(torch.ones(3, 8), None)
+    ops, linear = TorchOps(torch.float32), nn.Linear(8, 4, bias=False)
+    assert ops.product_onto(stream_ND, rows, fuse([linear], None)) is None
+    torch.testing.assert_close(stream_ND, linear(torch.ones(3, 8)).detach())
+    before = stream_ND.clone()
+    update_ND = ops.product_onto(stream_ND, rows, fuse([nn.Linear(8, 4)], None))
+    assert update_ND is not None
+    assert torch.equal(stream_ND, before)
