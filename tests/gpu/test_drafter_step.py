@@ -32,8 +32,9 @@ def distance(found: Tensor, reference: Tensor) -> float:
     return float((found.double() - reference.double()).norm() / reference.double().norm())
 
 
+@pytest.mark.parametrize("num_slots", [16, 15])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 40, "window_layers": (0,)}], ids=str)
-def test_attention_and_its_gradients(options):
+def test_attention_and_its_gradients(options, num_slots):
     from blockdraft.models.block_attention import kernel_attend
 
     shape = tiny_drafter(tiny_target("llama"), 16).shape
@@ -46,7 +47,8 @@ def test_attention_and_its_gradients(options):
     drawn = [torch.randperm(tokens - 1, generator=generator, device="cuda")[:anchors].sort().values for _ in range(2)]
     anchor_RA = torch.stack(drawn)
     anchor_RA[1, -3:] = -1
-    sizes = [(8, anchors * 16), (2, tokens), (2, tokens), (2, anchors * 16), (2, anchors * 16)]
+    # Without slot 0 of each block's 16, as in the last layer, and with it.
+    sizes = [(8, anchors * num_slots), (2, tokens), (2, tokens), (2, anchors * 16), (2, anchors * 16)]
     made = [torch.randn(2, heads, n, 128, generator=generator, device="cuda").bfloat16() for heads, n in sizes]
     upstream_RHQE = torch.randn(made[0].shape, generator=generator, device="cuda").bfloat16()
 

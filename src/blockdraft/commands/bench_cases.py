@@ -221,10 +221,10 @@ def whole_step(
     return step
 
 
-def seen_pairs(shape: DrafterShape, anchor_RA: Tensor, window: int | None) -> int:
-    """Query-key pairs that one head of a layer has to compute, one document a row."""
-    slot_L = torch.arange(shape.block_size, device=anchor_RA.device)
-    context_RAL = anchor_RA.clamp(min=0)[..., None].expand(-1, -1, shape.block_size)
+def seen_pairs(shape: DrafterShape, anchor_RA: Tensor, window: int | None, first_slot: int = 0) -> int:
+    """Query-key pairs that one head of a layer has to compute, one document a row; from `first_slot` of a block on."""
+    slot_L = torch.arange(first_slot, shape.block_size, device=anchor_RA.device)
+    context_RAL = anchor_RA.clamp(min=0)[..., None].expand(-1, -1, len(slot_L))
     if window is not None:
         context_RAL = torch.minimum(context_RAL, (window - 1 - slot_L).clamp(min=0))
     own_L = slot_L + 1 if shape.is_causal(window) else torch.full_like(slot_L, shape.block_size)
@@ -246,20 +246,20 @@ def products(shape: DrafterShape, num_tokens: int, num_anchors: int) -> list[Pro
     width, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     block, drafted = num_anchors * shape.block_size, num_anchors * (shape.block_size - 1)
-    layers, before = shape.num_layers, shape.num_layers - 1
-    # The block's embeddings need no gradient, so the first layer's queries, keys and values pass none on.
-    of_block = [(block, queries, width, 1), (block, keys, width, 2)]
-    linear: list[tuple[int, int, int, int]] = [
-        (num_tokens, keys, width, 2 * layers),
-        *((rows, width, queries, times) for rows, times in ((block, before), (drafted, 1))),
-        *((rows, inner, width, 2 * times) for rows, times in ((block, before), (drafted, 1))),
-        *((rows, width, inner, times) for rows, times in ((block, before), (drafted, 1))),
+    layers = shape.num_layers
+    # In the last layer slot 0 has a key and a value only.
+    asking = [(rows, times) for rows, times in ((block, layers - 1), (drafted, 1)) if times]
+    linear = [
+        *((rows, keys, width, 2 * layers) for rows in (num_tokens, block)),
+        *((rows, queries, width, times) for rows, times in asking),
+        *((rows, width, queries, times) for rows, times in asking),
+        *((rows, inner, width, 2 * times) for rows, times in asking),
+        *((rows, width, inner, times) for rows, times in asking),
     ]
-    whole = linear + [(m, n, k, times * layers) for m, n, k, times in of_block]
-    passed_on = linear + [(m, n, k, times * before) for m, n, k, times in of_block]
-    found = [Product("forward", m, n, k, times) for m, n, k, times in whole if times]
-    found += [Product("input", m, k, n, times) for m, n, k, times in passed_on if times]
-    found += [Product("weight", n, k, m, times) for m, n, k, times in whole if times]
+    # The first layer passes gradients on as all others do: the weight of its input norm needs them.
+    found = [Product("forward", m, n, k, times) for m, n, k, times in linear]
+    found += [Product("input", m, k, n, times) for m, n, k, times in linear]
+    found += [Product("weight", n, k, m, times) for m, n, k, times in linear]
     features = len(shape.target_layer_ids) * width
     # The features need no gradient.
     return [
@@ -285,15 +285,15 @@ ATTENTION_WORK: Final = 4
 def useful_flops(shape: DrafterShape, num_tokens: int, anchor_RA: Tensor) -> float:
     """Useful work of a step, counted alike for every trainer: 3 x forward of the trainable stack + 2 x the head.
 
-    All block tokens count, slot 0 included, though nothing has to be computed for it behind the last attention.
+    Slot 0 counts as long as something is read off it: not in the head, and in the last layer as key and value only.
     """
-    width = shape.hidden_size
-    block = anchor_RA.numel() * shape.block_size
+    width, last = shape.hidden_size, shape.num_layers - 1
+    block, drafted = anchor_RA.numel() * shape.block_size, anchor_RA.numel() * (shape.block_size - 1)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = 2 * block * (2 * queries * width + 3 * width * shape.intermediate_size)
-    layer += 2 * (block + num_tokens) * 2 * keys * width
+    layers = 2 * (last * block + drafted) * (2 * queries * width + 3 * width * shape.intermediate_size)
+    layers += shape.num_layers * 2 * (block + num_tokens) * 2 * keys * width
     windows = [shape.window if i in shape.window_layers else None for i in range(shape.num_layers)]
-    attention = sum(ATTENTION_WORK * queries * seen_pairs(shape, anchor_RA, window) for window in windows)
+    pairs = sum(seen_pairs(shape, anchor_RA, window, int(i == last)) for i, window in enumerate(windows))
     features = 2 * num_tokens * len(shape.target_layer_ids) * width * width
-    head = 2 * block * width * shape.vocab_size
-    return 3.0 * (shape.num_layers * layer + attention + features) + 2.0 * head
+    head = 2 * drafted * width * shape.vocab_size
+    return 3.0 * (layers + ATTENTION_WORK * queries * pairs + features) + 2.0 * head

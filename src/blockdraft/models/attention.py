@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from blockdraft.models.block_mask import block_mask
 from blockdraft.models.blocks import visibility
 from blockdraft.models.compiled import compile_alone
-from blockdraft.models.drafter import Attend, DrafterShape
+from blockdraft.models.drafter import Attend, DrafterShape, asking_slots, drop_anchors
 
 
 def sdpa_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor) -> Attend:
@@ -36,11 +36,15 @@ def sdpa_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, a
         block_key_RGQE: Tensor,
         block_value_RGQE: Tensor,
     ) -> Tensor:
+        mask = windowed if layer in shape.window_layers else full
+        assert mask is not None
+        if asking_slots(query_RHQE, block_key_RGQE, shape.block_size) < shape.block_size:
+            mask = drop_anchors(mask, shape.block_size, dim=2)
         return torch.nn.functional.scaled_dot_product_attention(
             query_RHQE,
             torch.cat([context_key_RGTE, block_key_RGQE], dim=2),
             torch.cat([context_value_RGTE, block_value_RGQE], dim=2),
-            attn_mask=windowed if layer in shape.window_layers else full,
+            attn_mask=mask,
             enable_gqa=True,
         )
 
@@ -80,6 +84,9 @@ def flex_attend(
     """
     full = block_mask(shape, position_RT, anchor_RA, None)
     windowed = block_mask(shape, position_RT, anchor_RA, shape.window) if shape.window_layers else full
+    # Of the last layer, where slot 0 does not ask.
+    last = shape.window if shape.num_layers - 1 in shape.window_layers else None
+    drafted = block_mask(shape, position_RT, anchor_RA, last, shape.block_size - 1)
 
     def attend(
         layer: int,
@@ -89,11 +96,15 @@ def flex_attend(
         block_key_RGQE: Tensor,
         block_value_RGQE: Tensor,
     ) -> Tensor:
+        mask = windowed if layer in shape.window_layers else full
+        if asking_slots(query_RHQE, block_key_RGQE, shape.block_size) < shape.block_size:
+            assert layer == shape.num_layers - 1
+            mask = drafted
         out: Tensor = compiled(
             query_RHQE,
             torch.cat([context_key_RGTE, block_key_RGQE], dim=2),
             torch.cat([context_value_RGTE, block_value_RGQE], dim=2),
-            block_mask=windowed if layer in shape.window_layers else full,
+            block_mask=mask,
             enable_gqa=True,
             kernel_options=options,
         )

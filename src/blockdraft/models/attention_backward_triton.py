@@ -1,7 +1,8 @@
 """The backward of block attention as Triton kernels; `attention_triton` has the forward and says how they walk.
 
-R rows, T context keys, Q block tokens, L block size, H query heads, G key/value heads, E head width; in a kernel
-M queries and N keys of a tile, J key tiles. Streams are [R, T or Q, heads, E], the layout of the projections.
+R rows, T context keys, L block size, S slots of each block that ask (its last ones), Q block tokens: as keys L of a
+block, as queries S. H query heads, G key/value heads, E head width; in a kernel M queries and N keys of a tile, J key
+tiles. Streams are [R, T or Q, heads, E], the layout of the projections.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from blockdraft.models.attention_triton import is_own, rows, spans
+from blockdraft.models.attention_triton import is_own, own_keys, rows, spans
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -49,7 +50,7 @@ def query_kernel(
     query: "Any", context_key: "Any", context_value: "Any", block_key: "Any", block_value: "Any", low_ptr: "Any",
     high_ptr: "Any", upstream: "Any", log_ptr: "Any", delta_ptr: "Any", gradient_ptr: "Any", num_queries: "Any",
     num_context: "Any", scale: "Any", slope: "Any", H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
-    L: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """d(query): the forward's walk once more."""
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -83,11 +84,13 @@ def query_kernel(
             context_key, context_value, row * num_context + start, group * E, scale, seen_MN,
             MASKED=True, PRECISION=PRECISION,
         )  # fmt: skip
-    for start in range(tile * M // L * L, tl.minimum(tl.cdiv(tile * M + M, L) * L, num_queries), N):
-        seen_MN = is_own(m_M, start + tl.arange(0, N), num_queries, L, CAUSAL)
+    num_keys = num_queries // S * L
+    own_first, own_stop = own_keys(tile, num_keys, L, S, M)
+    for start in range(own_first, own_stop, N):
+        seen_MN = is_own(m_M, start + tl.arange(0, N), num_keys, L, S, CAUSAL)
         gradient_ME = _pull(
             gradient_ME, query_ME, upstream_ME, log_M, delta_M,
-            block_key, block_value, row * num_queries + start, group * E, scale, seen_MN,
+            block_key, block_value, row * num_keys + start, group * E, scale, seen_MN,
             MASKED=True, PRECISION=PRECISION,
         )  # fmt: skip
 
@@ -186,28 +189,29 @@ def context_kernel(
 def block_kernel(
     query: "Any", block_key: "Any", block_value: "Any", upstream: "Any", log_ptr: "Any", delta_ptr: "Any",
     key_gradient_ptr: "Any", value_gradient_ptr: "Any", num_queries: "Any", scale: "Any", slope: "Any",
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, L: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, L: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """d(key) and d(value) of a tile of block tokens."""
     tile = tl.program_id(1)
     row, group = tl.program_id(0) // G, tl.program_id(0) % G
     n_N = tile * N + tl.arange(0, N)
-    inside_N1 = (n_N < num_queries)[:, None]
-    key_NE = block_key.load([row * num_queries + tile * N, group * E])
-    value_NE = block_value.load([row * num_queries + tile * N, group * E])
+    num_keys = num_queries // S * L
+    inside_N1 = (n_N < num_keys)[:, None]
+    key_NE = block_key.load([row * num_keys + tile * N, group * E])
+    value_NE = block_value.load([row * num_keys + tile * N, group * E])
     key_gradient_NE = tl.zeros((N, E), dtype=tl.float32)
     value_gradient_NE = tl.zeros((N, E), dtype=tl.float32)
-    first = tile * N // L * L
-    num_steps = tl.cdiv(tl.minimum(tl.cdiv(tile * N + N, L) * L, num_queries) - first, M)
+    first = tile * N // L * S
+    num_steps = tl.cdiv(tl.minimum(tl.cdiv(tile * N + N, L) * S, num_queries) - first, M)
     for turn in range(num_steps * (H // G)):
         head = group * (H // G) + turn // num_steps
         start = first + turn % num_steps * M
         m_M = start + tl.arange(0, M)
         line = (row * H + head) * num_queries + m_M
-        seen_NM = (n_N[:, None] // L == m_M[None, :] // L) & (m_M[None, :] < num_queries)
+        seen_NM = (n_N[:, None] // L == m_M[None, :] // S) & (m_M[None, :] < num_queries)
         if CAUSAL:
-            seen_NM = seen_NM & (n_N[:, None] <= m_M[None, :])
+            seen_NM = seen_NM & (n_N[:, None] % L <= m_M[None, :] % S + (L - S))
         key_gradient_NE, value_gradient_NE = _gather(
             key_gradient_NE, value_gradient_NE, key_NE, value_NE,
             query, upstream, row * num_queries + start, head * E,
@@ -215,6 +219,6 @@ def block_kernel(
         )  # fmt: skip
     dtype = key_gradient_ptr.dtype.element_ty
     tl.store(
-        rows(key_gradient_ptr, row, group, n_N, num_queries, G, E), (key_gradient_NE * slope).to(dtype), mask=inside_N1
+        rows(key_gradient_ptr, row, group, n_N, num_keys, G, E), (key_gradient_NE * slope).to(dtype), mask=inside_N1
     )
-    tl.store(rows(value_gradient_ptr, row, group, n_N, num_queries, G, E), value_gradient_NE.to(dtype), mask=inside_N1)
+    tl.store(rows(value_gradient_ptr, row, group, n_N, num_keys, G, E), value_gradient_NE.to(dtype), mask=inside_N1)

@@ -5,8 +5,9 @@ no mask is stored: a tile of queries walks the keys that all of its queries see 
 at the two ends with comparisons, then its own blocks. Gradients of keys walk the queries that see them, which lie in
 one range too since anchors rise; nothing is added with atomics, so results do not depend on timing.
 
-R rows, T context keys, Q block tokens, L block size, H query heads, G key/value heads, E head width; in a kernel
-M queries and N keys of a tile, J key tiles. Streams are [R, T or Q, heads, E], the layout of the projections.
+R rows, T context keys, L block size, S slots of each block that ask (its last ones), Q block tokens: as keys L of a
+block, as queries S. H query heads, G key/value heads, E head width; in a kernel M queries and N keys of a tile, J key
+tiles. Streams are [R, T or Q, heads, E], the layout of the projections.
 """
 
 from typing import Any
@@ -41,11 +42,18 @@ def spans(low_M: "Any", high_M: "Any", inside_M: "Any", N: tl.constexpr) -> "Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def is_own(m_M: "Any", n_N: "Any", num_queries: "Any", L: tl.constexpr, CAUSAL: tl.constexpr) -> "Any":
-    same = (m_M[:, None] // L == n_N[None, :] // L) & (n_N[None, :] < num_queries)
+def is_own(m_M: "Any", n_N: "Any", num_keys: "Any", L: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr) -> "Any":
+    """Whether a query sees a key of its own block, [M, N]."""
+    same = (m_M[:, None] // S == n_N[None, :] // L) & (n_N[None, :] < num_keys)
     if CAUSAL:
-        same = same & (n_N[None, :] <= m_M[:, None])
+        same = same & (n_N[None, :] % L <= m_M[:, None] % S + (L - S))
     return same
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def own_keys(tile: "Any", num_keys: "Any", L: tl.constexpr, S: tl.constexpr, M: tl.constexpr) -> "Any":
+    """Keys of the blocks that a tile of queries belongs to: first, stop."""
+    return tile * M // S * L, tl.minimum(tl.cdiv(tile * M + M, S) * L, num_keys)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,8 +83,8 @@ def _take(
 def forward_kernel(
     query: "Any", context_key: "Any", context_value: "Any", block_key: "Any", block_value: "Any", low_ptr: "Any",
     high_ptr: "Any", out_ptr: "Any", log_ptr: "Any", num_queries: "Any", num_context: "Any", scale: "Any",
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, L: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, L: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     # Late tiles see most, so they start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -109,12 +117,14 @@ def forward_kernel(
             context_key, context_value, row * num_context + start, group * E, scale, seen_MN,
             MASKED=True, PRECISION=PRECISION,
         )  # fmt: skip
-    for start in range(tile * M // L * L, tl.minimum(tl.cdiv(tile * M + M, L) * L, num_queries), N):
+    num_keys = num_queries // S * L
+    own_first, own_stop = own_keys(tile, num_keys, L, S, M)
+    for start in range(own_first, own_stop, N):
         n_N = start + tl.arange(0, N)
-        seen_MN = is_own(m_M, n_N, num_queries, L, CAUSAL)
+        seen_MN = is_own(m_M, n_N, num_keys, L, S, CAUSAL)
         accumulator_ME, largest_M, total_M = _take(
             accumulator_ME, largest_M, total_M, query_ME,
-            block_key, block_value, row * num_queries + start, group * E, scale, seen_MN,
+            block_key, block_value, row * num_keys + start, group * E, scale, seen_MN,
             MASKED=True, PRECISION=PRECISION,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Attention of block tokens through the Triton kernels, differentiable and visible to torch.compile as one operation.
 
-R rows, T context keys, A anchors, L block size, Q = A * L block tokens, H query heads, G key/value heads, E head width,
-I tiles of queries, J tiles of context keys.
+R rows, T context keys, A anchors, L block size, S slots of each block that ask (its last ones), Q block tokens: as keys
+A * L, as queries A * S. H query heads, G key/value heads, E head width, I tiles of queries, J tiles of context keys.
 """
 
 import math
@@ -15,7 +15,7 @@ from blockdraft.models.attention import bare_flex_attend
 from blockdraft.models.attention_backward_triton import block_kernel, context_kernel, delta_kernel, query_kernel
 from blockdraft.models.attention_triton import forward_kernel
 from blockdraft.models.block_mask import context_ranges
-from blockdraft.models.drafter import Attend, DrafterShape
+from blockdraft.models.drafter import Attend, DrafterShape, asking_slots, drop_anchors
 
 
 class Tile(NamedTuple):
@@ -105,6 +105,11 @@ class Sizes(NamedTuple):
     groups: int
     width: int
     context: int
+    block_keys: int
+
+    def slots(self, length: int) -> int:
+        """S of blocks of that size."""
+        return self.queries * length // self.block_keys
 
     @property
     def scale(self) -> float:
@@ -117,9 +122,10 @@ class Sizes(NamedTuple):
         return {"H": self.heads, "G": self.groups, "E": self.width}
 
 
-def _sizes(query_RQHE: Tensor, context_key_RTGE: Tensor) -> Sizes:
+def _sizes(query_RQHE: Tensor, context_key_RTGE: Tensor, block_key_RQGE: Tensor) -> Sizes:
     rows, queries, heads, width = query_RQHE.shape
-    return Sizes(rows, queries, heads, context_key_RTGE.shape[2], width, context_key_RTGE.shape[1])
+    _, context, groups, _ = context_key_RTGE.shape
+    return Sizes(rows, queries, heads, groups, width, context, block_key_RQGE.shape[1])
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -141,13 +147,13 @@ LOG2_E: Final = math.log2(math.e)
 
 def launch_forward(streams: list[Tensor], ranges: Ranges, length: int, causal: bool, tile: Tile) -> list[Tensor]:
     """Output, and log2 of the softmax's sum. `streams`: query, context key and value, block key and value."""
-    sizes = _sizes(streams[0], streams[1])
+    sizes = _sizes(streams[0], streams[1], streams[3])
     out_RQHE = torch.empty_like(streams[0])
     log_RHQ = out_RQHE.new_empty(sizes.rows, sizes.heads, sizes.queries, dtype=torch.float32)
     grid = (sizes.rows * sizes.heads, -(-sizes.queries // tile.queries))
     forward_kernel[grid](
         *_described(streams, tile), *ranges, out_RQHE, log_RHQ, sizes.queries, sizes.context, sizes.scale * LOG2_E,
-        **sizes.constants, L=length, CAUSAL=causal, M=tile.queries, N=tile.keys,
+        **sizes.constants, L=length, S=sizes.slots(length), CAUSAL=causal, M=tile.queries, N=tile.keys,
         PRECISION=_precision(out_RQHE.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return [out_RQHE, log_RHQ]
@@ -174,13 +180,13 @@ def launch_query(
     streams: list[Tensor], ranges: Ranges, upstream: Upstream, length: int, causal: bool, tile: Tile
 ) -> Tensor:
     """d(query)."""
-    sizes = _sizes(streams[0], streams[1])
+    sizes = _sizes(streams[0], streams[1], streams[3])
     gradient_RQHE = torch.empty_like(streams[0])
     grid = (sizes.rows * sizes.heads, -(-sizes.queries // tile.queries))
     query_kernel[grid](
         *_described(streams, tile), *ranges, _describe(upstream.gradient_RQHE, tile.queries), *upstream[1:],
         gradient_RQHE, sizes.queries, sizes.context, sizes.scale * LOG2_E, sizes.scale,
-        **sizes.constants, L=length, CAUSAL=causal, M=tile.queries, N=tile.keys,
+        **sizes.constants, L=length, S=sizes.slots(length), CAUSAL=causal, M=tile.queries, N=tile.keys,
         PRECISION=_precision(gradient_RQHE.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return gradient_RQHE
@@ -190,8 +196,8 @@ def launch_context(
     streams: list[Tensor], ranges: Ranges, span_RJ4: Tensor, upstream: Upstream, tile: Tile
 ) -> list[Tensor]:
     """d(key) and d(value) of the context; `span_RJ4` was made for the same tile."""
-    query_RQHE, key_RTGE, value_RTGE = streams[:3]
-    sizes = _sizes(query_RQHE, key_RTGE)
+    query_RQHE, key_RTGE, value_RTGE, block_key_RQGE, _ = streams
+    sizes = _sizes(query_RQHE, key_RTGE, block_key_RQGE)
     found = [torch.empty_like(key_RTGE), torch.empty_like(value_RTGE)]
     grid = (sizes.rows * sizes.groups, -(-sizes.context // tile.keys))
     context_kernel[grid](
@@ -207,13 +213,13 @@ def launch_context(
 def launch_block(streams: list[Tensor], upstream: Upstream, length: int, causal: bool, tile: Tile) -> list[Tensor]:
     """d(key) and d(value) of the block tokens."""
     query_RQHE, context_key, _, key_RQGE, value_RQGE = streams
-    sizes = _sizes(query_RQHE, context_key)
+    sizes = _sizes(query_RQHE, context_key, key_RQGE)
     found = [torch.empty_like(key_RQGE), torch.empty_like(value_RQGE)]
-    grid = (sizes.rows * sizes.groups, -(-sizes.queries // tile.keys))
+    grid = (sizes.rows * sizes.groups, -(-sizes.block_keys // tile.keys))
     block_kernel[grid](
         *_described([query_RQHE, key_RQGE, value_RQGE], tile), _describe(upstream.gradient_RQHE, tile.queries),
         *upstream[1:], *found, sizes.queries, sizes.scale * LOG2_E, sizes.scale,
-        **sizes.constants, L=length, CAUSAL=causal, M=tile.queries, N=tile.keys,
+        **sizes.constants, L=length, S=sizes.slots(length), CAUSAL=causal, M=tile.queries, N=tile.keys,
         PRECISION=_precision(query_RQHE.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return found
@@ -341,6 +347,8 @@ def kernel_attend(
     ) -> Tensor:
         is_windowed = layer in shape.window_layers
         ranges = windowed if is_windowed else full
+        if asking_slots(query_RHQE, block_key_RGQE, shape.block_size) < shape.block_size:
+            ranges = Ranges(*(drop_anchors(ends, shape.block_size) for ends in ranges))
         streams = (query_RHQE, context_key_RGTE, context_value_RGTE, block_key_RGQE, block_value_RGQE)
         # Alike in every layer of a kind, so the compiler makes it once.
         span_RJ4 = context_spans(ranges, num_context, choose_tiles(query_RHQE.dtype, size).context)

@@ -4,8 +4,8 @@ A block token sees one range of context tokens and one range of its own block, s
 keys is empty, partial or full follows from the ends of these ranges. Documents are contiguous in a row and their
 positions rise by one, so a block's context runs from (anchor - position of the anchor) up to the anchor.
 
-R rows, T context tokens, A anchors, L block size, Q = A * L queries, K = T + Q keys, I tiles of queries, J tiles of
-keys, M blocks that touch a tile of queries.
+R rows, T context tokens, A anchors, L block size, S slots of each block that ask (its last ones), Q = A * S queries,
+K = T + A * L keys, I tiles of queries, J tiles of keys, M blocks that touch a tile of queries.
 """
 
 from collections.abc import Callable
@@ -35,19 +35,41 @@ class _Tiles(NamedTuple):
     every_RIJ: Tensor
 
 
-def block_mask(shape: DrafterShape, position_RT: Tensor, anchor_RA: Tensor, window: int | None) -> BlockMask:
-    """What `blocks.visibility` says, as tiles; every shape is fixed and nothing is read back from the device."""
+class _Blocks(NamedTuple):
+    """Of a layer kind."""
+
+    length: int
+    """L"""
+    asking: int
+    """S"""
+    window: int | None
+    causal: bool
+
+    @property
+    def first(self) -> int:
+        """Slot of a block's first query."""
+        return self.length - self.asking
+
+
+def block_mask(
+    shape: DrafterShape, position_RT: Tensor, anchor_RA: Tensor, window: int | None, num_slots: int | None = None
+) -> BlockMask:
+    """What `blocks.visibility` says, as tiles; every shape is fixed and nothing is read back from the device.
+
+    With `num_slots` for queries of so many slots of each block, its last ones; else of all.
+    """
     context = _context(position_RT, anchor_RA)
-    num_tokens, causal = position_RT.shape[1], shape.is_causal(window)
-    tiles = _tiles(context, num_tokens, shape.block_size, window, causal)
+    length, num_tokens = shape.block_size, position_RT.shape[1]
+    blocks = _Blocks(length, length if num_slots is None else num_slots, window, shape.is_causal(window))
+    tiles = _tiles(context, num_tokens, blocks)
     partial_RIJ = tiles.some_RIJ & ~tiles.every_RIJ
-    num_queries = anchor_RA.shape[1] * shape.block_size
+    num_anchors = anchor_RA.shape[1]
     kv_num_blocks, kv_indices = _ordered(partial_RIJ)
     full_kv_num_blocks, full_kv_indices = _ordered(tiles.every_RIJ)
     q_num_blocks, q_indices = _ordered(partial_RIJ.mT)
     full_q_num_blocks, full_q_indices = _ordered(tiles.every_RIJ.mT)
     return BlockMask(
-        seq_lengths=(num_queries, num_tokens + num_queries),
+        seq_lengths=(num_anchors * blocks.asking, num_tokens + num_anchors * length),
         kv_num_blocks=kv_num_blocks,
         kv_indices=kv_indices,
         full_kv_num_blocks=full_kv_num_blocks,
@@ -57,7 +79,7 @@ def block_mask(shape: DrafterShape, position_RT: Tensor, anchor_RA: Tensor, wind
         full_q_num_blocks=full_q_num_blocks,
         full_q_indices=full_q_indices,
         BLOCK_SIZE=(TILE, TILE),
-        mask_mod=_predicate(context, num_tokens, shape.block_size, window, causal),
+        mask_mod=_predicate(context, num_tokens, blocks),
     )
 
 
@@ -80,20 +102,20 @@ def context_ranges(
     return first_RAL.flatten(1).contiguous(), stop_RAL.flatten(1).contiguous()
 
 
-def _tiles(context: _Context, num_tokens: int, block_size: int, window: int | None, causal: bool) -> _Tiles:
-    device, num_anchors = context.stop_RA.device, context.stop_RA.shape[1]
-    num_queries = num_anchors * block_size
-    num_keys = num_tokens + num_queries
+def _tiles(context: _Context, num_tokens: int, blocks: _Blocks) -> _Tiles:
+    device, num_anchors, window = context.stop_RA.device, context.stop_RA.shape[1], blocks.window
+    num_queries = num_anchors * blocks.asking
+    num_keys = num_tokens + num_anchors * blocks.length
     num_query_tiles, num_key_tiles = -(-num_queries // TILE), -(-num_keys // TILE)
     # The blocks of each tile of queries, and the slots of each that lie in it. Where blocks do not divide a tile one
     # may lie in two, and a tile touches one block more at either end.
-    most = TILE // block_size if TILE % block_size == 0 else (TILE - 1) // block_size + 2
+    most = TILE // blocks.asking if TILE % blocks.asking == 0 else (TILE - 1) // blocks.asking + 2
     tile_I1 = torch.arange(num_query_tiles, device=device)[:, None] * TILE
-    block_IM = tile_I1 // block_size + torch.arange(most, device=device)
-    start_IM = block_IM * block_size
+    block_IM = tile_I1 // blocks.asking + torch.arange(most, device=device)
+    start_IM = block_IM * blocks.asking
     is_inside_IM = (start_IM < tile_I1 + TILE) & (block_IM < num_anchors)
-    low_slot_IM = (tile_I1 - start_IM).clamp(min=0)
-    high_slot_IM = (tile_I1 + TILE - 1 - start_IM).clamp(max=block_size - 1)
+    low_slot_IM = (tile_I1 - start_IM).clamp(min=0) + blocks.first
+    high_slot_IM = (tile_I1 + TILE - 1 - start_IM).clamp(max=blocks.asking - 1) + blocks.first
 
     safe_IM = block_IM.clamp(max=num_anchors - 1)
     first_RIM, stop_RIM = context.first_RA[:, safe_IM], context.stop_RA[:, safe_IM]
@@ -101,9 +123,9 @@ def _tiles(context: _Context, num_tokens: int, block_size: int, window: int | No
     if window is not None:
         widest_RIM = torch.maximum(first_RIM, stop_RIM + low_slot_IM - window + 1)
         narrowest_RIM = torch.maximum(first_RIM, stop_RIM + high_slot_IM - window + 1)
-    own_first_IM = num_tokens + start_IM
-    longest_IM = own_first_IM + (high_slot_IM + 1 if causal else block_size)
-    shortest_IM = own_first_IM + (low_slot_IM + 1 if causal else block_size)
+    own_first_IM = num_tokens + block_IM * blocks.length
+    longest_IM = own_first_IM + (high_slot_IM + 1 if blocks.causal else blocks.length)
+    shortest_IM = own_first_IM + (low_slot_IM + 1 if blocks.causal else blocks.length)
 
     left_J = torch.arange(num_key_tiles, device=device) * TILE
     some_RIMJ = _meets(widest_RIM, stop_RIM, left_J) | _meets(own_first_IM, longest_IM, left_J)
@@ -135,17 +157,25 @@ def _ordered(chosen_RXY: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _predicate(
-    context: _Context, num_tokens: int, block_size: int, window: int | None, causal: bool
+    context: _Context, num_tokens: int, blocks: _Blocks
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     first_RA, stop_RA = context
+    # Plain numbers: what is compiled around the predicate need not look into a tuple.
+    length, asking, first_slot, window, causal = (
+        blocks.length,
+        blocks.asking,
+        blocks.first,
+        blocks.window,
+        blocks.causal,
+    )
 
     def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block, slot = query // block_size, query % block_size
+        block, slot = query // asking, query % asking + first_slot
         first, stop = first_RA[row, block], stop_RA[row, block]
         if window is not None:
             first = torch.maximum(first, stop + slot - window + 1)
-        own = key - num_tokens - block * block_size
-        last = slot if causal else block_size - 1
+        own = key - num_tokens - block * length
+        last = slot if causal else length - 1
         return ((key >= first) & (key < stop)) | ((own >= 0) & (own <= last))
 
     return sees

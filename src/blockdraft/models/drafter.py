@@ -163,7 +163,10 @@ class Attend(Protocol):
         block_key_RGQE: Tensor,
         block_value_RGQE: Tensor,
     ) -> Tensor:
-        """Returns [R, H, Q, E]; queries and keys come normed and rotated."""
+        """Returns [R, H, Q, E]; queries and keys come normed and rotated.
+
+        In training the last layer asks for slots 1..L-1 alone: its queries are A * (L - 1), its block keys A * L.
+        """
         ...
 
 
@@ -202,12 +205,19 @@ def rotate(x_RHNE: Tensor, angles: Rotation) -> Tensor:
     return x_RHNE * angles.cos + torch.cat([-second, first], dim=-1) * angles.sin
 
 
-def drop_anchors(x_RQF: Tensor, block_size: int | None) -> Tensor:
-    """Leaves out slot 0 of every block, [R, A * (L - 1), F]; nothing when `block_size` is None."""
+def drop_anchors(x: Tensor, block_size: int | None, dim: int = 1) -> Tensor:
+    """Leaves out slot 0 of every block, Q -> A * (L - 1) in `dim`; nothing when `block_size` is None."""
     if block_size is None:
-        return x_RQF
-    drafted: Tensor = x_RQF.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
+        return x
+    drafted: Tensor = x.unflatten(dim, (-1, block_size)).narrow(dim + 1, 1, block_size - 1).flatten(dim, dim + 1)
     return drafted
+
+
+def asking_slots(query_RHQE: Tensor, block_key_RGQE: Tensor, block_size: int) -> int:
+    """How many slots of each block, its last ones, an `Attend` is asked for: all L, or L - 1 without the anchor's."""
+    num_slots = query_RHQE.shape[2] * block_size // block_key_RGQE.shape[2]
+    assert num_slots >= block_size - 1, "only slot 0 may be left out"
+    return num_slots
 
 
 class DrafterAttention(nn.Module):
@@ -242,11 +252,13 @@ class DrafterAttention(nn.Module):
         attend: Attend,
         drop: int | None,
     ) -> Tensor:
-        query_RHQE = rotate(self.q_norm(self.heads(self.q_proj(block_RQD))).transpose(1, 2), block_angles)
+        asking_RQD = drop_anchors(block_RQD, drop)
+        asking_angles = Rotation(*(drop_anchors(part, drop, dim=2) for part in block_angles))
+        query_RHQE = rotate(self.q_norm(self.heads(self.q_proj(asking_RQD))).transpose(1, 2), asking_angles)
         context_key, context_value = self.keys_values(context_RTD, context_angles)
         block_key, block_value = self.keys_values(block_RQD, block_angles)
         out_RHQE = attend(self.layer, query_RHQE, context_key, context_value, block_key, block_value)
-        return self.o_proj(drop_anchors(out_RHQE.transpose(1, 2).flatten(2), drop))  # type: ignore[no-any-return]
+        return self.o_proj(out_RHQE.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class DrafterMLP(nn.Module):
@@ -281,7 +293,7 @@ class DrafterLayer(nn.Module):
         attend: Attend,
         drop: int | None = None,
     ) -> Tensor:
-        """With `drop` (the block size) slot 0 is left out behind the attention; others still attend to it."""
+        """With `drop` (the block size) slot 0 gives its key and value only: nothing else of it is computed."""
         normed_RQD = self.input_layernorm(block_RQD)
         attended = self.self_attn(context_RTD, normed_RQD, context_angles, block_angles, attend, drop)
         block_RQD = drop_anchors(block_RQD, drop) + attended
@@ -333,8 +345,8 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """Runs the layers on block embeddings; returns the final-normed hidden states [R, Q, D].
 
-        With `drafted_only` those of slot 0, which nothing is read off, are left out as soon as the last layer has
-        attended to them: [R, A * (L - 1), D].
+        With `drafted_only` those of slot 0, which nothing is read off, are left out, [R, A * (L - 1), D]: in the last
+        layer it has a key and a value and no more.
         """
         shape = self.shape
         context_angles = rotation(context_position_RT, shape.head_dim, shape.rope_theta, block_RQD.dtype)

@@ -221,12 +221,12 @@ def kept_of_a_stack(n: Counts) -> int:
 
     A layer: its normed input, both residual sums and the normed state before the MLP (4 D), queries before and behind
     norm and rotation and the attended values (3 F), gate, up and their product (3 I), each of Q tokens; keys before and
-    behind norm and rotation, and values (3 G), each of K + Q tokens. The last layer drops slot 0 behind the attention:
-    D + 3 F of Q tokens, F + 4 D + 3 I of N. Beside the layers: the block's embeddings (D of Q tokens), projected
-    features and their norm (2 D of K tokens).
+    behind norm and rotation, and values (3 G), each of K + Q tokens. In the last layer slot 0 has keys and values only:
+    D of Q tokens, and 3 F + 5 D + 3 I of N (its normed input without slot 0 once more). Beside the layers: the block's
+    embeddings (D of Q tokens), projected features and their norm (2 D of K tokens).
     """
     layer = n.blocks * (4 * n.hidden + 3 * n.queries + 3 * n.inner)
-    last = n.blocks * (n.hidden + 3 * n.queries) + n.slots * (n.queries + 4 * n.hidden + 3 * n.inner)
+    last = n.blocks * n.hidden + n.slots * (3 * n.queries + 5 * n.hidden + 3 * n.inner)
     ends = n.blocks * n.hidden + n.context * 2 * n.hidden
     return (n.layers - 1) * layer + last + n.layers * (n.context + n.blocks) * 3 * n.keys + ends
 
@@ -235,12 +235,12 @@ def kept_by_layer(n: Counts, head_dim: int) -> int:
     """The same where layers are compiled one by one and elementwise results are made again: products and attention.
 
     A layer: its input and what the attention's output projection gives (2 D), queries and attended values (2 F), gate
-    and up (2 I), each of Q tokens; keys and values (2 G), each of K + Q tokens. The last layer: D + F of Q tokens,
-    F + D + 2 I of N. Beside the layers: projected features and their norm (2 D of K tokens), rotary factors (2 E of
+    and up (2 I), each of Q tokens; keys and values (2 G), each of K + Q tokens. The last layer: D of Q tokens,
+    2 F + D + 2 I of N. Beside the layers: projected features and their norm (2 D of K tokens), rotary factors (2 E of
     K + Q tokens), the last layer's output and its norm (2 D of N tokens).
     """
     layer = n.blocks * (2 * n.hidden + 2 * n.queries + 2 * n.inner)
-    last = n.blocks * (n.hidden + n.queries) + n.slots * (n.queries + n.hidden + 2 * n.inner)
+    last = n.blocks * n.hidden + n.slots * (2 * n.queries + n.hidden + 2 * n.inner)
     ends = n.context * 2 * n.hidden + (n.context + n.blocks) * 2 * head_dim + n.slots * 2 * n.hidden
     return (n.layers - 1) * layer + last + n.layers * (n.context + n.blocks) * 2 * n.keys + ends
 

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from blockdraft.cli import main
 from blockdraft.commands.bench import Options, step_shape
-from blockdraft.commands.bench_cases import make_problem, useful_flops
+from blockdraft.commands.bench_cases import make_drafter, make_problem, products, stack_step, useful_flops
 from integration.tiny import tiny_target
 
 SMALL = ("--shapes", "tiny", "--row-length", "96", "--num-anchors", "9", "--num-layers", "2", "--steps", "2")
@@ -43,13 +44,29 @@ def test_shapes_of_a_target_of_ones_own(tmp_path):
 def test_useful_work_counts_every_product_once():
     shape = step_shape(Options(what="step", shapes="tiny", num_layers=2))
     problem = make_problem(shape, 64, 5, torch.device("cpu"), torch.float32)
-    block, context = 5 * 16, 64
+    block, drafted, context = 5 * 16, 5 * 15, 64
     heads, groups, width = 4 * 16, 2 * 16, 64
-    products = block * width * heads * 2 + (block + context) * width * groups * 2 + 3 * block * width * 96
-    seen = int(problem.anchor_RA.sum()) * 16 + 5 * 16 * 16
-    layer = 2 * products + 4 * heads * seen
-    stack = 2 * layer + 2 * context * 2 * width * width
-    assert useful_flops(shape, 64, problem.anchor_RA) == 3 * stack + 2 * 2 * block * width * shape.vocab_size
+
+    def layer(asking: int) -> int:
+        """Of a layer in which so many slots of each block do more than give a key and a value."""
+        rows = 5 * asking
+        products = rows * width * heads * 2 + (block + context) * width * groups * 2 + 3 * rows * width * 96
+        return 2 * products + 4 * heads * (int(problem.anchor_RA.sum()) * asking + 5 * asking * 16)
+
+    stack = layer(16) + layer(15) + 2 * context * 2 * width * width
+    assert useful_flops(shape, 64, problem.anchor_RA) == 3 * stack + 2 * 2 * drafted * width * shape.vocab_size
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_the_listed_products_are_those_a_step_runs(num_layers):
+    shape = step_shape(Options(what="step", shapes="tiny", num_layers=num_layers))
+    problem = make_problem(shape, 64, 5, torch.device("cpu"), torch.float32)
+    drafter = make_drafter(shape, torch.device("cpu"), torch.float32)
+    forward = stack_step(problem, drafter, "nothing", "sdpa")
+    with FlopCounterMode(display=False) as counter:
+        forward().sum().backward()
+    listed = sum(2 * one.m * one.n * one.k * one.times for one in products(shape, 64, 5))
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == listed
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,13 @@ def test_both_backends_attend_alike(shape, options):
     sparse = flex_attend(here, document_RT, position_RT, anchor_RA, flex_attention)
     for layer in range(here.num_layers):
         torch.testing.assert_close(sparse(layer, *inputs), dense(layer, *inputs), atol=1e-5, rtol=1e-4)
+    # In the last layer slot 0 of a block does not ask; what the others get is the same.
+    last, whole_RHQE = here.num_layers - 1, dense(here.num_layers - 1, *inputs)
+    drafted_RHQE = inputs[0].unflatten(2, (4, 4))[:, :, :, 1:].flatten(2, 3)
+    wanted_RHQE = whole_RHQE.unflatten(2, (4, 4))[:, :, :, 1:].flatten(2, 3)
+    for attend in (dense, sparse):
+        found_RHQE = attend(last, drafted_RHQE, *inputs[1:])
+        torch.testing.assert_close(found_RHQE, wanted_RHQE, atol=1e-5, rtol=1e-4)
 
 
 def test_windows_hold_for_the_layers_named(shape):

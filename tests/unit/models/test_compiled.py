@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from blockdraft.models import compiled
 from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.blocks import block_positions
 from blockdraft.models.compiled import compile_alone, compile_drafter
-from blockdraft.models.drafter import Drafter
+from blockdraft.models.drafter import Drafter, drop_anchors
 from blockdraft.training import buckets
 from blockdraft.training.buckets import GradientBuckets
 from integration.tiny import tiny_drafter, tiny_target
@@ -179,6 +180,36 @@ def test_leaving_anchors_out_changes_no_other_slot():
     drafted_RND = compile_drafter(drafter, "nothing")(features_RTC, position_RT, block_RQD, block_position_RQ, attend)
     wanted_RND = whole_RQD.unflatten(1, (-1, drafter.shape.block_size))[:, :, 1:].flatten(1, 2)
     torch.testing.assert_close(drafted_RND, wanted_RND, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_without_rows_of_anchors_the_same_gradients_for_less_work(options):
+    drafter = build(**options)
+    document_RT, position_RT, anchor_RA, features_RTC, block_RQD = inputs(drafter, 1)
+    shape = drafter.shape
+    attend = sdpa_attend(shape, document_RT, position_RT, anchor_RA)
+    block_position_RQ = block_positions(position_RT, anchor_RA, shape.block_size)
+    target_RND = torch.randn(1, 4 * 3, shape.hidden_size, generator=torch.Generator().manual_seed(1))
+    found: dict[bool, tuple[list[Tensor], int]] = {}
+    for drafted_only in (False, True):
+        drafter.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            hidden_RND = drafter(
+                drafter.project(features_RTC), position_RT, block_RQD, block_position_RQ, attend,
+                drafted_only=drafted_only,
+            )  # fmt: skip
+            if not drafted_only:
+                hidden_RND = drop_anchors(hidden_RND, shape.block_size)
+            loss = (hidden_RND * target_RND).mean()
+            loss.backward()
+        products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+        found[drafted_only] = ([loss.detach(), *(weight.grad for weight in drafter.parameters())], products)
+    (whole, all_work), (drafted, work) = found[False], found[True]
+    for mine, its in zip(drafted, whole, strict=True):
+        assert float((mine - its).norm() / its.norm()) < 1e-5
+    # Of the last layer's queries, attention output and MLP: forward, d(input) and d(weight) of 4 anchors.
+    width, heads = shape.hidden_size, shape.num_heads * shape.head_dim
+    assert all_work - work == 3 * 2 * 4 * (2 * width * heads + 3 * width * shape.intermediate_size)
 
 
 def test_replicas_share_no_compiled_versions():
