@@ -1,15 +1,18 @@
 """Whoever fails, the run ends soon, says who and why, and leaves no thread behind."""
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from blockdraft import cli
-from blockdraft.commands import train
+from blockdraft.commands import boundary, train
 from blockdraft.commands.control import Control
 from blockdraft.config import ConfigError
+from blockdraft.data.conversations import write_conversations
 from blockdraft.data.loader import Loader
 from blockdraft.data.template import Encoded
 from blockdraft.models.target import Target
@@ -17,6 +20,7 @@ from blockdraft.runtime import pipeline
 from blockdraft.runtime.workers import Stalled, WorkerError
 from blockdraft.training.checkpoint import list_checkpoints
 from integration.tiny_run import Files, make_files, run_control, tiny_config, worker_threads
+from tiny_chat import chat
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +114,80 @@ def test_an_error_during_warm_up(files, tmp_path, monkeypatch, who):
     with pytest.raises(WorkerError, match=rf"{who} 0 on cpu died before its first step:[\s\S]*Broken: no memory left"):
         run_control(tiny_config(files, tmp_path))
     assert time.monotonic() - started < 10
+    assert worker_threads() == []
+
+
+def test_nobody_warms_up_in_a_run_that_is_ending(files, tmp_path, monkeypatch):
+    def warm_up(name: str, *_arguments: object, **_options: object) -> None:
+        if name == "target 0":
+            time.sleep(0.3)
+            raise Broken("no memory left")
+        time.sleep(3)
+
+    monkeypatch.setattr(pipeline, "warm_up_target", warm_up)
+    runtime = {"targets": ("cpu",) * 4, "topology": "pool"}
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"target 0 on cpu died before its first step"):
+        run_control(tiny_config(files, tmp_path, runtime=runtime))
+    # Whoever has its turn before target 0 is the one that takes its time.
+    assert time.monotonic() - started < 6
+    assert worker_threads() == []
+
+
+def test_a_thread_that_cannot_be_started_ends_those_that_were(files, tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "drafter 0":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_control(tiny_config(files, tmp_path))
+    assert worker_threads() == []
+
+
+def test_an_evaluation_ends_with_the_run(files, tmp_path, monkeypatch):
+    write_conversations(tmp_path / "prompts.jsonl", [chat("Say ab.")])
+
+    def replay(*_arguments: object, progress: Callable[[int], None]) -> None:
+        for _ in range(400):
+            time.sleep(0.05)
+            progress(1)
+
+    def delay(worker: str, number: int) -> None:
+        if worker == "target 0" and number == 2:
+            time.sleep(0.5)
+            raise Broken("gone")
+
+    monkeypatch.setattr(boundary, "replay", replay)
+    evaluation = {"prompts": (str(tmp_path / "prompts.jsonl"),), "max_new_tokens": 8}
+    config = tiny_config(files, tmp_path, eval=evaluation, runtime={"channel_depth": 3})
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^target 0 on cpu died in step 3:") as caught:
+        run_control(config, delay=delay)
+    assert "still running" not in str(caught.value)
+    assert time.monotonic() - started < 10
+    assert worker_threads() == []
+
+
+def test_the_exit_code_survives_a_thread_that_does_not_end(files, tmp_path, monkeypatch, capfd):
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    def fill(*_arguments: object) -> None:
+        time.sleep(3)
+
+    monkeypatch.setattr("blockdraft.commands.train.os._exit", leave)
+    monkeypatch.setattr("blockdraft.runtime.workers.Crew.wait", lambda *_arguments: ["target 0"])
+    monkeypatch.setattr(pipeline.Filler, "fill", fill)
+    monkeypatch.setattr(pipeline, "warm_up_target", lambda *_arguments: None)
+    with pytest.raises(SystemExit) as caught:
+        train.run(tiny_config(files, tmp_path, runtime={"stall_seconds": 1.0}), train.Options())
+    assert caught.value.code == 1
+    assert "error: nothing moved for 1 s" in capfd.readouterr().err
+    time.sleep(3)
     assert worker_threads() == []
 
 

@@ -32,7 +32,7 @@ class Boundary:
     ) -> None:
         """`is_evaluated`: the evaluation after `first_step` is known already.
 
-        `tick` says that something moves; `lane` is drafter 0's.
+        `tick` says that something moves, and raises when the run is ending; `lane` is drafter 0's.
         """
         self.config, self.built, self.saver = config, built, saver
         self.first_step, self.is_evaluated = first_step, is_evaluated

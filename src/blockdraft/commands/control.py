@@ -114,7 +114,7 @@ class Control:
             claim(self.run_dir, config)
             write_environment(self.run_dir, self.built)
             self.recorder = self._recorder(trackers, first_step)
-        pipeline = self.pipeline = self._make_pipeline(first_step)
+        pipeline = self._make_pipeline(first_step)
         if self.is_first_node:
             self._make_boundary(pipeline, first_step)
             self.observer = Observer(
@@ -124,6 +124,7 @@ class Control:
                 trace_steps=self.diagnostics.trace_steps,
                 sample_seconds=min(self.line_seconds, SAMPLE_SECONDS),
             )
+        self.pipeline = pipeline
         self.stops.check()
         # From here on there is something to finish; the watch asks the pipeline for it.
         self.stops.ask = _nothing
@@ -212,7 +213,7 @@ class Control:
             is_evaluated=self.recorder.metrics.is_evaluated,
             # In line with the steps, so that the order of metrics.jsonl never depends on timing.
             tell=pipeline.reports.put,
-            tick=pipeline.watchdog.beat,
+            tick=pipeline.go_on,
             lane=next(worker.lane for worker in pipeline.workers if worker.name == "drafter 0"),
         )
 
@@ -245,9 +246,9 @@ class Control:
     def _watch(self, pipeline: Pipeline) -> int:
         for line in pipeline.describe_links():
             self.say(line)
-        pipeline.start()
         said = False
         try:
+            pipeline.start()
             while pipeline.is_running() and pipeline.crew.first_error is None:
                 self._drain(pipeline, POLL_SECONDS)
                 if self.stops.count and not said:
@@ -311,8 +312,10 @@ class Control:
             self.saver.finish(_nothing, 1.0 if is_hurried else LAST_SAVE_SECONDS)
 
     def has_threads(self) -> bool:
-        """Whether a worker still runs, inside a call that nothing can interrupt."""
-        return self.pipeline is not None and self.pipeline.crew.is_alive()
+        """Whether a worker or the writer still runs, inside a call that nothing can interrupt."""
+        if self.pipeline is None:
+            return False
+        return self.pipeline.crew.is_alive() or (self.is_first_node and self.saver.is_alive())
 
     def explain(self, error: BaseException) -> list[str]:
         """What is worth knowing beside an error: when memory ran out, the plan against what was reached."""

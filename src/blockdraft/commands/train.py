@@ -68,13 +68,24 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     except (WorkerError, Stalled, NodeLost, NonFinite) as error:
         sys.stderr.write("\n".join([f"error: {error}", *control.explain(error)]) + "\n")
         _say_last_checkpoint(control)
+        if control.has_threads():
+            _leave_threads(1)
         return 1
     except (StopRequested, KeyboardInterrupt) as stop:
         if control.has_threads():
-            # A worker is inside a compilation or a load; the interpreter would crash or wait in taking it down.
             _say(EARLY_STOP if isinstance(stop, StopRequested) else "interrupted")
-            os._exit(0 if isinstance(stop, StopRequested) else EXIT_INTERRUPTED)
+            _leave_threads(0 if isinstance(stop, StopRequested) else EXIT_INTERRUPTED)
         raise
+
+
+def _leave_threads(code: int) -> None:
+    """Ends the process beside a thread inside a call that nothing interrupts, such as a compilation or a write.
+
+    The interpreter would crash or wait in taking it down, and the exit code would be lost.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _say_last_checkpoint(control: "Control") -> None:

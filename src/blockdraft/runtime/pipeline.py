@@ -218,7 +218,7 @@ class Pipeline:
             with self._turns.compiling():
                 reached = self.slots if self.config.topology == "pool" else [self.slots[index]]
                 first_slots = [slots[0] for slots in reached]
-                settle = warm_up_target(worker.name, filler, first_slots, self.shapes, config, self.reports.put)
+                settle = warm_up_target(worker.name, filler, first_slots, self.shapes, config, self._warmed)
             self._settle(worker, settle)
             self._begin(worker)
             while (work := self._next_work(worker, index)) is not None:
@@ -262,6 +262,10 @@ class Pipeline:
 
         return body
 
+    def _warmed(self, part: WarmedUp) -> None:
+        self.reports.put(part)
+        self.channel.check()
+
     def _tell(self, worker: Worker) -> Callable[[str], None]:
         started = time.perf_counter()
         return lambda line: self.reports.put(WarmedUp(worker.name, line, time.perf_counter() - started))
@@ -287,14 +291,15 @@ class Pipeline:
                 torch.cuda.synchronize(self.steps[index].drafter.device)
             self.channel.meet()
             if index == 0:
-                self.world.finish(self._while_waiting)
+                # Other nodes' control says whether they live, so waiting for them is no stall.
+                self.world.finish(self.go_on)
             self.channel.meet()
         if index == 0 and self.last_step < self.total_steps - 1:
             # Stopped early: the loader and the targets still have work queued.
             self.channel.stop()
 
-    def _while_waiting(self) -> None:
-        # Other nodes' control says whether they live, so waiting for them is no stall.
+    def go_on(self) -> None:
+        """By a worker inside something long: says that it moves; raises Stopped when the run is ending."""
         self.watchdog.beat()
         self.channel.check()
 
@@ -357,7 +362,7 @@ class Pipeline:
     def _settle_last_step(self, step_number: int) -> None:
         world = self.world
         if world is not None and world.node > 0:
-            self.last_step = world.follow(step_number, self._while_waiting)
+            self.last_step = world.follow(step_number, self.go_on)
             return
         is_wanted = self._stop_wanted or (world is not None and world.is_stop_wanted())
         if is_wanted and self.last_step == self.total_steps - 1:

@@ -170,6 +170,10 @@ class Saver:
             self._thread.join(POLL_SECONDS)
             while_waiting()
 
+    def is_alive(self) -> bool:
+        """Whether the writer still runs."""
+        return self._thread.is_alive()
+
     # In the writer's thread
 
     def _run(self) -> None:

@@ -17,6 +17,7 @@ from blockdraft.config import ConfigError
 from blockdraft.data.loader import Fill, Loader, LoaderConfig, MicroBatch, TargetBatch
 from blockdraft.data.packing import Bucket, budget_bucket
 from blockdraft.models.tiles import lacks_resources, smaller_tiles
+from blockdraft.runtime.channel import Stopped
 from blockdraft.runtime.reports import WarmedUp, report_step
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.transfers import pinned, to_device
@@ -36,13 +37,23 @@ class Turns:
         self._number, self._check = number, check
         self._lock = threading.Lock()
         self._num_compiled = 0
+        self._is_broken = False
         self._is_emptied = False
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """This worker's turn to compile all that it will run."""
         with self._lock:
-            yield
+            # A turn may last minutes: none begins in a run that is ending.
+            self._check()
+            if self._is_broken:
+                raise Stopped
+            try:
+                yield
+            except BaseException:
+                # Whoever dies here says so only when the next one has the lock already.
+                self._is_broken = True
+                raise
             self._num_compiled += 1
 
     def settle(self, settle: Settle) -> int:
@@ -51,6 +62,7 @@ class Turns:
             self._check()
             time.sleep(0.05)
         with self._lock:
+            self._check()
             if not self._is_emptied:
                 # Tuning and compiling took memory that no step needs; how much depends on what was cached on disk.
                 torch.cuda.empty_cache()
@@ -117,7 +129,7 @@ def warm_up_drafter(
     """
     device = step.drafter.device
     before = [weight.detach().clone() for weight in step.optimizer.masters.values()]
-    fill = Fill(-1, -1, (), (), (_without_blocks(loader.config),) * 2)
+    fill = Fill(-1, -1, (), (), (_without_blocks(loader),) * 2)
 
     def run() -> None:
         for one in (pinned(fill) if device.type == "cuda" else fill).passes:
@@ -154,7 +166,8 @@ def _with_tiles_that_fit(step: DrafterStep, run: Callable[[], None], say: Callab
         step.use_attention(tiles.make_attend)
 
 
-def _without_blocks(config: LoaderConfig) -> MicroBatch:
+def _without_blocks(loader: Loader) -> MicroBatch:
+    config, budget = loader.config, loader.row_budget
     rows, anchors = (config.num_rows, config.row_length), (config.num_rows, config.num_anchors)
     slots = (*anchors, config.block_size - 1)
     return MicroBatch(
@@ -169,6 +182,7 @@ def _without_blocks(config: LoaderConfig) -> MicroBatch:
         label_RAS=torch.zeros(slots, dtype=torch.long),
         supervised_RAS=torch.zeros(slots, dtype=torch.bool),
         weight_RAS=torch.zeros(slots),
+        row_M=None if budget is None else torch.full((budget,), loader.num_slots),
     )
 
 

@@ -60,31 +60,35 @@ class Crew:
         self.workers: list[Worker] = []
         self._lock = threading.Lock()
         self._first_error: str | None = None
-        self._done = threading.Semaphore(0)
 
     def start(self, workers: list[Worker]) -> None:
         """Starts each worker's thread in a copy of the caller's context."""
         self.workers = workers
         for worker in workers:
             run = contextvars.copy_context().run
-            worker.thread = threading.Thread(target=run, args=(self._run, worker), name=worker.name, daemon=True)
-            worker.thread.start()
+            thread = threading.Thread(target=run, args=(self._run, worker), name=worker.name, daemon=True)
+            thread.start()
+            worker.thread = thread
 
     def _run(self, worker: Worker) -> None:
-        try:
+        def work() -> None:
             _prepare_thread(worker)
             worker.body(worker)
             if worker.device.type == "cuda":
                 # Whoever reads what this worker made knows nothing of its stream.
                 torch.cuda.current_stream(worker.device).synchronize()
+
+        self._call(worker, work)
+        self._call(worker, worker.at_end)
+
+    def _call(self, worker: Worker, what: Callable[[], None]) -> None:
+        try:
+            what()
         except Stopped:
             pass
         except BaseException:
             when = f"in step {worker.step + 1}" if worker.step >= 0 else "before its first step"
             self.fail(f"{worker.name} on {worker.device} died {when}:\n{traceback.format_exc()}")
-        finally:
-            worker.at_end()
-            self._done.release()
 
     def fail(self, message: str) -> None:
         """Records the first error and stops everyone."""

@@ -160,19 +160,23 @@ def test_whoever_waits_to_settle_ends_with_the_run():
     def check() -> None:
         raise Stopped
 
-    turns = Turns(2, check)
-    with turns.compiling():
-        pass
     with pytest.raises(Stopped):
-        turns.settle(lambda: 0)
+        Turns(2, check).settle(lambda: 0)
 
 
-def test_a_worker_that_dies_in_its_turn_has_not_compiled():
-    turns = Turns(1, lambda: None)
+def test_nobody_begins_to_compile_in_a_run_that_is_ending():
+    def check() -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped), Turns(1, check).compiling():
+        pytest.fail("a turn began")
+
+
+def test_no_turn_follows_that_of_a_worker_that_died():
+    # It says so only after its turn, when the next one has the lock.
+    turns = Turns(2, lambda: None)
     with pytest.raises(KeyError), turns.compiling():
         raise KeyError
+    with pytest.raises(Stopped), turns.compiling():
+        pytest.fail("a turn began")
     assert turns._num_compiled == 0
-    # Its turn is over all the same.
-    with turns.compiling():
-        pass
-    assert turns._num_compiled == 1

@@ -151,3 +151,24 @@ def test_the_watchdog_raises_when_nothing_moves(capfd):
     with pytest.raises(Stalled, match=r"raise runtime\.stall_seconds"):
         dog.check()
     assert "test_the_watchdog_raises_when_nothing_moves" in capfd.readouterr().err
+
+
+def test_an_error_of_leaving_is_an_error_of_the_run():
+    def leave() -> None:
+        raise KeyError("the group is gone")
+
+    crew = crew_of(lambda _worker: None, at_end=leave)
+    with pytest.raises(WorkerError, match=r"^worker 0 on cpu died before its first step:[\s\S]*the group is gone"):
+        crew.join()
+
+
+def test_an_error_of_leaving_does_not_hide_the_first_one():
+    def die(_worker: Worker) -> None:
+        raise KeyError("first")
+
+    def leave() -> None:
+        raise KeyError("second")
+
+    with pytest.raises(WorkerError, match="first") as caught:
+        crew_of(die, at_end=leave).join()
+    assert "second" not in str(caught.value)
