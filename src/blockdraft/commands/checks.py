@@ -63,7 +63,8 @@ class Checked(NamedTuple):
         """What the memory plan is made from; `how` the drafter will be compiled."""
         data = self.loader.config
         bucket = budget_bucket(data.row_length, data.target_tokens)
-        return Sizes(self.outline, self.shape, self.head_rows, bucket, self.loader.counts.fills, how)
+        fills, budget = self.loader.counts.fills, self.loader.row_budget
+        return Sizes(self.outline, self.shape, self.head_rows, bucket, fills, how, budget)
 
 
 def check(config: RunConfig, *, node: int = 0, num_nodes: int = 1) -> Checked:
@@ -88,6 +89,7 @@ def check(config: RunConfig, *, node: int = 0, num_nodes: int = 1) -> Checked:
     loader = Loader(store, loader_config(config, len(drafter_devices), node, num_nodes), draft_ids)
     held_out = list(read_held_out(config, tokenizer, found.facts))
     total_steps = config.steps if config.steps is not None else loader.steps_for(config.epochs)
+    loader.fix_row_budget(total_steps)
     return Checked(
         target_devices,
         drafter_devices,
@@ -292,5 +294,8 @@ def say_data(checked: Checked, say: Callable[[str], None]) -> None:
         f"data: {counts.documents:,} documents, {counts.skipped_unanchored:,} skipped (no two supervised tokens in a "
         f"row); an epoch is {counts.fills:,} slots, {padding:.1%} of the target's tokens are padding"
     )
+    budget, slots = checked.loader.row_budget, checked.loader.num_slots
+    if budget is not None:
+        say(f"rows of the head: {budget:,} of a micro-batch's {slots:,} slots, no micro-batch has more supervised ones")
     if checked.draft_ids is not None:
         say(f"draft vocabulary: {len(checked.draft_ids):,} ids")

@@ -1,7 +1,8 @@
 """Numbered micro-batches from a token store: packed rows, anchors, labels, target batches, step denominators.
 
 R rows, T tokens of a row, A anchors, L block positions, S = L - 1 drafted slots; B documents and P tokens of a target
-batch. A fill is the contents of one slot; it serves `reuse` passes, each a micro-batch with anchors of its own.
+batch, M the run's row budget. A fill is the contents of one slot; it serves `reuse` passes, each a micro-batch with
+anchors of its own.
 
 Every random draw is keyed by (seed, purpose, number), so a loader can start at any micro-batch and a resumed run draws
 the same, whatever the number of workers.
@@ -20,6 +21,7 @@ from torch import Tensor
 from blockdraft.config import ConfigError
 from blockdraft.data.anchors import block_labels, eligible_anchors, sample_anchors
 from blockdraft.data.packing import Bucket, FillPlan, PaddingShare, Placed, epoch_plan, padding_share, shapes_of
+from blockdraft.data.row_budget import MOST_COUNTED, choose_budget, counted_rows
 
 if TYPE_CHECKING:
     # Only its type: whoever brings documents of another kind need not install `datasets`.
@@ -54,6 +56,25 @@ class MicroBatch(NamedTuple):
     label_RAS: Tensor
     supervised_RAS: Tensor
     weight_RAS: Tensor
+    row_M: Tensor | None = None
+    """Slots that reach the head, as `row_budget.counted_rows` numbers them; None: all."""
+
+
+class _Rows(NamedTuple):
+    """The contents of a slot's rows."""
+
+    input_ids_RT: np.ndarray
+    document_RT: np.ndarray
+    position_RT: np.ndarray
+    loss_mask_RT: np.ndarray
+
+
+class _Drawn(NamedTuple):
+    """Anchors of a pass, and what their blocks are to predict."""
+
+    anchor_RA: np.ndarray
+    label_RAL: np.ndarray
+    supervised_RAL: np.ndarray
 
 
 class Fill(NamedTuple):
@@ -138,6 +159,8 @@ class Loader:
             ConfigError: no document has an eligible anchor, or one is longer than a row.
         """
         self.store, self.config = store, config
+        self.row_budget: int | None = None
+        """Rows of a micro-batch that reach the head, fixed for a run by `fix_row_budget`; None: all slots do."""
         self.draft_index_V: np.ndarray | None = None
         if draft_ids is not None:
             self.draft_index_V = np.full(int(draft_ids.max()) + 1, -1, dtype=np.int64)
@@ -219,6 +242,30 @@ class Loader:
             fills = min(fills, self.counts.fills)
         return shapes_of([plan for _, plan in itertools.islice(self._plans(), fills)])
 
+    @property
+    def num_slots(self) -> int:
+        """Drafted slots of a micro-batch."""
+        return self.config.num_rows * self.config.num_anchors * (self.config.block_size - 1)
+
+    def fix_row_budget(self, total_steps: int) -> None:
+        """Draws every anchor of the run once, so that the head's rows have one length that is enough for all.
+
+        A run of more than `MOST_COUNTED` micro-batches is not counted: then all slots reach the head.
+        """
+        if total_steps * self.config.accumulation <= MOST_COUNTED:
+            self.row_budget = choose_budget(self._counts(total_steps), self.num_slots)
+
+    def _counts(self, total_steps: int) -> Iterator[int]:
+        """Supervised slots of every micro-batch before `total_steps`."""
+        for number, (_, plan) in enumerate(self._plans()):
+            steps = self._steps_of(number)
+            if steps[0] >= total_steps:
+                return
+            rows = self._rows(plan)
+            for i, step in enumerate(steps):
+                if step < total_steps:
+                    yield int(self._draw(rows, number, i).supervised_RAL.sum())
+
     def placed(self, number: int) -> list[Placed]:
         """The documents of a fill, by their index in the store, with their places."""
         _, plan = next(itertools.islice(self._plans(), number, None))
@@ -249,31 +296,35 @@ class Loader:
         return fill._replace(passes=stamped)
 
     def _materialise(self, number: int, content: int, plan: FillPlan, first_step: int, total_steps: int) -> Fill:
-        config = self.config
-        shape_RT = (config.num_rows, config.row_length)
-        input_ids_RT = np.zeros(shape_RT, dtype=np.int64)
-        document_RT = np.full(shape_RT, -1, dtype=np.int64)
-        position_RT = np.zeros(shape_RT, dtype=np.int64)
-        loss_mask_RT = np.zeros(shape_RT, dtype=np.int8)
+        config, rows = self.config, self._rows(plan)
         used = [0] * config.num_rows
-        for index, one in enumerate(plan.placed):
-            document = self.store[int(self.documents[one.document])]
-            span = slice(one.start, one.start + one.length)
-            input_ids_RT[one.row, span] = document.input_ids
-            loss_mask_RT[one.row, span] = document.loss_mask
-            document_RT[one.row, span] = index
-            position_RT[one.row, span] = np.arange(one.length)
-            used[one.row] = max(used[one.row], span.stop)
-        batches = tuple(self._target_batch(bucket, placed, input_ids_RT) for bucket, placed in plan.batches)
-        rows = (input_ids_RT, document_RT, position_RT, loss_mask_RT)
-        steps = self._steps_of(number)
+        for one in plan.placed:
+            used[one.row] = max(used[one.row], one.start + one.length)
+        batches = tuple(self._target_batch(bucket, placed, rows.input_ids_RT) for bucket, placed in plan.batches)
         local = number // config.num_drafters * config.reuse
         passes = tuple(
-            self._pass(rows, step, local + i, np.random.default_rng([config.seed, ANCHORS, number, i]))
-            for i, step in enumerate(steps)
+            self._pass(rows, step, local + i, self._draw(rows, number, i))
+            for i, step in enumerate(self._steps_of(number))
             if first_step <= step < total_steps
         )
         return Fill(number, content, batches, tuple(used), passes)
+
+    def _rows(self, plan: FillPlan) -> _Rows:
+        shape_RT = (self.config.num_rows, self.config.row_length)
+        rows = _Rows(
+            input_ids_RT=np.zeros(shape_RT, dtype=np.int64),
+            document_RT=np.full(shape_RT, -1, dtype=np.int64),
+            position_RT=np.zeros(shape_RT, dtype=np.int64),
+            loss_mask_RT=np.zeros(shape_RT, dtype=np.int8),
+        )
+        for index, one in enumerate(plan.placed):
+            document = self.store[int(self.documents[one.document])]
+            span = slice(one.start, one.start + one.length)
+            rows.input_ids_RT[one.row, span] = document.input_ids
+            rows.loss_mask_RT[one.row, span] = document.loss_mask
+            rows.document_RT[one.row, span] = index
+            rows.position_RT[one.row, span] = np.arange(one.length)
+        return rows
 
     def _target_batch(
         self, bucket: tuple[int, int], placed: tuple[Placed, ...], input_ids_RT: np.ndarray
@@ -286,35 +337,44 @@ class Loader:
             index_BP[b, : one.length] = one.row * row_length + one.start + np.arange(one.length)
         return TargetBatch(torch.from_numpy(ids_BP), torch.from_numpy(index_BP))
 
-    def _pass(self, rows: tuple[np.ndarray, ...], step: int, local: int, generator: np.random.Generator) -> MicroBatch:
-        config = self.config
-        input_ids_RT, document_RT, position_RT, loss_mask_RT = rows
+    def _draw(self, rows: _Rows, number: int, turn: int) -> _Drawn:
+        """The same for the same fill and pass, whoever asks and whenever."""
+        config, generator = self.config, np.random.default_rng([self.config.seed, ANCHORS, number, turn])
         anchor_RA = np.stack(
             [
                 sample_anchors(mask_T, document_T, config.num_anchors, generator)
-                for mask_T, document_T in zip(loss_mask_RT, document_RT, strict=True)
+                for mask_T, document_T in zip(rows.loss_mask_RT, rows.document_RT, strict=True)
             ]
         )
-        label_RAL, supervised_RAL = block_labels(
-            input_ids_RT, document_RT, loss_mask_RT, anchor_RA, config.block_size, after_gap=config.after_gap
-        )
+        found = block_labels(
+            rows.input_ids_RT, rows.document_RT, rows.loss_mask_RT, anchor_RA, config.block_size,
+            after_gap=config.after_gap,
+        )  # fmt: skip
+        return _Drawn(anchor_RA, *found)
+
+    def _pass(self, rows: _Rows, step: int, local: int, drawn: _Drawn) -> MicroBatch:
+        config = self.config
+        anchor_RA, label_RAL, supervised_RAL = drawn
         weight_RAL = supervised_RAL * np.asarray(config.weight_L, dtype=np.float32)
         if self.draft_index_V is not None:
             known = label_RAL < len(self.draft_index_V)
             label_RAL = np.where(known, self.draft_index_V[np.where(known, label_RAL, 0)], -1)
             weight_RAL = weight_RAL * (label_RAL >= 0)
+        supervised_RAS = supervised_RAL[..., 1:].copy()
+        budget = self.row_budget
         return MicroBatch(
             step=step,
             is_last=(local + 1) % config.per_drafter == 0,
             denominator=0.0,
             step_tokens=0,
-            input_ids_RT=torch.from_numpy(input_ids_RT),
-            document_RT=torch.from_numpy(document_RT),
-            position_RT=torch.from_numpy(position_RT),
+            input_ids_RT=torch.from_numpy(rows.input_ids_RT),
+            document_RT=torch.from_numpy(rows.document_RT),
+            position_RT=torch.from_numpy(rows.position_RT),
             anchor_RA=torch.from_numpy(anchor_RA),
             label_RAS=torch.from_numpy(label_RAL[..., 1:].copy()),
-            supervised_RAS=torch.from_numpy(supervised_RAL[..., 1:].copy()),
+            supervised_RAS=torch.from_numpy(supervised_RAS),
             weight_RAS=torch.from_numpy(weight_RAL[..., 1:].astype(np.float32)),
+            row_M=None if budget is None else torch.from_numpy(counted_rows(supervised_RAS, budget)),
         )
 
 

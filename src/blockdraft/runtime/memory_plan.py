@@ -5,8 +5,9 @@ of `step_peak` and `forward_peak`, which were fitted to measured peaks (docs/per
 the CUDA context, NCCL's buffers, and what the allocator keeps between its blocks.
 
 Letters of the formulas: R rows, T tokens of a row, A anchors, L block size; Q = R * A * L block tokens, N = R * A *
-(L - 1) drafted slots, K = R * T context tokens; D width, I inner width, F = heads * head width, G = key/value heads *
-head width, C captured layers, V ids of the head, w bytes of a number.
+(L - 1) drafted slots, B of them that reach the head (the run's row budget, or N), K = R * T context tokens; D width,
+I inner width, F = heads * head width, G = key/value heads * head width, C captured layers, V ids of the head, w bytes
+of a number.
 """
 
 from collections import defaultdict
@@ -42,6 +43,8 @@ class Sizes(NamedTuple):
     """Slots of an epoch, whose features are kept in host memory if asked."""
     how: How
     """What of the drafter is compiled together: it decides what its forward keeps."""
+    row_budget: int | None = None
+    """Slots of a micro-batch that reach the head; None: all."""
 
 
 class Part(NamedTuple):
@@ -249,8 +252,8 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     """What the drafter's step holds at its peak, beside everything that stays.
 
     The peak is in the loss, at the start of the backward, or at its end, whichever holds most:
-        loss: beside what is kept, the logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 (D of N), and
-            where a stack was compiled hidden states (D of N).
+        loss: beside what is kept, the logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 (D of B),
+            where a stack was compiled hidden states (D of N), and with a row budget the rows taken out (D of B).
         start: beside what is kept, gradients of the last layer's MLP: 5/3 I of N in a stack, as measured, and 4 I of N
             where elementwise results are made again.
         end: the gradient of every weight in the weights' type, and of the block's states (2 D of Q tokens).
@@ -260,12 +263,14 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     by_layer = sizes.how == "layer"
     kept = (kept_by_layer(n, shape.head_dim) if by_layer else kept_of_a_stack(n)) * width
     hidden = 0 if by_layer else n.slots * n.hidden * width
-    chunk = even_chunk(n.slots, config.loss.chunk_rows) * sizes.head_rows * width
+    rows = n.slots if sizes.row_budget is None else min(sizes.row_budget, n.slots)
+    chunk = even_chunk(rows, config.loss.chunk_rows) * sizes.head_rows * width
+    loss = rows * n.hidden * (4 if sizes.row_budget is None else 4 + width) + hidden
     inner = n.slots * n.inner * width
     backward = 4 * inner if by_layer else inner * 5 // 3 + hidden
     end = (drafter_parameters(shape) + 2 * n.blocks * n.hidden) * width
     phases: list[dict[str, int]] = [
-        {"kept activations": kept, "head chunk": chunk, "loss gradients": n.slots * n.hidden * 4 + hidden},
+        {"kept activations": kept, "head chunk": chunk, "loss gradients": loss},
         {"kept activations": kept, "backward": backward},
         {"weight gradients": end},
     ]

@@ -1,6 +1,6 @@
 """Micro-batches on their way from the loader to the GPUs.
 
-R rows, T tokens of a row, A anchors, S drafted slots; B documents and P tokens of a target batch.
+R rows, T tokens of a row, A anchors, S drafted slots, M rows of the head; B documents and P tokens of a target batch.
 """
 
 import torch
@@ -21,6 +21,7 @@ def pinned(fill: Fill) -> Fill:
             label_RAS=one.label_RAS.pin_memory(),
             supervised_RAS=one.supervised_RAS.pin_memory(),
             weight_RAS=one.weight_RAS.pin_memory(),
+            row_M=None if one.row_M is None else one.row_M.pin_memory(),
         )
         for one in fill.passes
     )
@@ -38,4 +39,5 @@ def to_device(one: MicroBatch, device: torch.device) -> Blocks:
         one.supervised_RAS,
         one.weight_RAS,
     )
-    return Blocks(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+    blocks = Blocks(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+    return blocks if one.row_M is None else blocks._replace(row_M=one.row_M.to(device, non_blocking=True))

@@ -1,6 +1,7 @@
 """The drafter's side of one optimizer step: forward, loss, backward, update.
 
-R rows, T context tokens, A anchors, L block positions, S = L - 1 drafted slots, D width, C captured layers.
+R rows, T context tokens, A anchors, L block positions, S = L - 1 drafted slots, N = R * A * S of them, M of these that
+reach the head, D width, C captured layers.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from blockdraft.training.head_kl import choose_slot_kl
 from blockdraft.training.head_loss import choose_slot_loss
 from blockdraft.training.health import measure_health
 from blockdraft.training.loss import dpace_weights, target_choice, weighted_loss
+from blockdraft.training.loss_rows import put_back, take_labels, take_rows
 from blockdraft.training.metrics import StepSums, add_sums, flatten_sums, slot_sums, unflatten_sums, zero_sums
 from blockdraft.training.optim import MasterOptimizer, lr_scale
 
@@ -39,6 +41,8 @@ class Blocks(NamedTuple):
     supervised_RAS: Tensor
     weight_RAS: Tensor
     """Position weights of the slots that enter the loss, float32."""
+    row_M: Tensor | None = None
+    """Slots that reach the head (training/loss_rows.py), all supervised ones among them; None: all."""
 
 
 class MakeAttend(Protocol):
@@ -139,12 +143,14 @@ class DrafterStep:
         width = self.drafter.fc.in_features
         context_RTC = features_RTC[..., :width]
         drafted_ND = drafted_hidden(self.run_drafter, self.drafter, self.ends, context_RTC, blocks, self.make_attend)
+        row_M, label_RAS = blocks.row_M, blocks.label_RAS
+        taken_MD, label_M = take_rows(drafted_ND, row_M), take_labels(label_RAS.flatten(), row_M)
         if self.loss_config.needs_final_states:
             final_RASD = states_before(features_RTC[..., width:], blocks.anchor_RA, self.num_slots)
-            found = self._against_target(drafted_ND, final_RASD.flatten(0, 2), blocks.label_RAS.flatten())
+            found = self._against_target(taken_MD, take_rows(final_RASD.flatten(0, 2), row_M), label_M)
         else:
-            found = self.slot_loss(drafted_ND, blocks.label_RAS.flatten(), self.head, self.loss_config.chunk_rows)
-        loss_RAS, correct_RAS = (value_N.view_as(blocks.label_RAS) for value_N in found)
+            found = self.slot_loss(taken_MD, label_M, self.head, self.loss_config.chunk_rows)
+        loss_RAS, correct_RAS = (put_back(value_M, row_M, label_RAS.numel()).view_as(label_RAS) for value_M in found)
         weight_RAS = blocks.weight_RAS
         if self.loss_config.objective == "dpace":
             weight_RAS = dpace_weights(loss_RAS, weight_RAS > 0)
@@ -154,15 +160,15 @@ class DrafterStep:
         self.num_micro_batches += 1
         self.sums = add_sums(self.sums, slot_sums(loss, correct_RAS, blocks.supervised_RAS))
 
-    def _against_target(self, drafted_ND: Tensor, final_ND: Tensor, label_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _against_target(self, drafted_MD: Tensor, final_MD: Tensor, label_M: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and correctness of every slot when the target's own distribution, or its argmax, is what counts."""
-        config, final_ND = self.loss_config, final_ND.to(self.head.head_weight.dtype)
+        config, final_MD = self.loss_config, final_MD.to(self.head.head_weight.dtype)
         if config.objective == "kl":
-            found = self.slot_kl(drafted_ND, final_ND, self.head, config.chunk_rows)
-            label_N = found.target_N if config.labels == "argmax" else label_N
-            return found.kl_N, found.drafted_N == label_N
-        choice_N = target_choice(final_ND, self.head, config.chunk_rows)
-        return self.slot_loss(drafted_ND, choice_N, self.head, config.chunk_rows)
+            found = self.slot_kl(drafted_MD, final_MD, self.head, config.chunk_rows)
+            label_M = found.target_N if config.labels == "argmax" else label_M
+            return found.kl_N, found.drafted_N == label_M
+        choice_M = target_choice(final_MD, self.head, config.chunk_rows)
+        return self.slot_loss(drafted_MD, choice_M, self.head, config.chunk_rows)
 
     def join(self, total: SumGradients) -> None:
         """From now on one of several replicas. Sums every bucket once, so that what carries them is set up and warm."""
