@@ -1,5 +1,6 @@
 """Saving beside training: what is written is what was there when it was asked for."""
 
+import contextlib
 import shutil
 import threading
 import time
@@ -189,3 +190,43 @@ def test_weights_that_are_their_own_masters_are_copied_once(tmp_path):
     assert copy.weights["fc.weight"].data_ptr() == copy.moments["master.fc.weight"].data_ptr()
     assert copy.weights["fc.weight"].data_ptr() != drafter.fc.weight.data_ptr()
     assert torch.equal(copy.weights["fc.weight"], drafter.fc.weight)
+
+
+def test_a_gpus_copy_comes_behind_the_step_and_the_next_update_behind_the_copy(tmp_path, monkeypatch):
+    # The order in which a GPU hears of it: the side stream, its event, and who waits for what.
+    log: list[str] = []
+
+    class Side:
+        def wait_stream(self, stream: str) -> None:
+            log.append(f"side waits for {stream}")
+
+    class Copied:
+        def record(self, _stream: Side) -> None:
+            log.append("copied")
+
+        def wait(self, stream: str) -> None:
+            log.append(f"{stream} waits for the copy")
+
+        def synchronize(self) -> None:
+            log.append("the writer waits for the copy")
+
+    bench = Bench(tmp_path)
+    snapshot = bench.saver._snapshot
+    assert snapshot is not None
+    snapshot.stream, snapshot.copied = Side(), Copied()  # type: ignore[assignment]
+    whole = Snapshot._copy
+    monkeypatch.setattr(Snapshot, "_copy", lambda self, contents: (log.append("copies"), whole(self, contents))[1])
+    monkeypatch.setattr(module.torch.cuda, "current_stream", lambda _device: "the step")
+    monkeypatch.setattr(module.torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    bench.saver.save(1)
+    bench.saver.before_update()
+    bench.saver.before_update()
+    bench.finish()
+    assert [line for line in log if "writer" not in line] == [
+        "side waits for the step",
+        "copies",
+        "copied",
+        "the step waits for the copy",
+    ]
+    assert "the writer waits for the copy" in log
+    verify(list_checkpoints(tmp_path)[0])

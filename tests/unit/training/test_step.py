@@ -168,3 +168,24 @@ def test_gradients_are_summed_before_they_are_clipped():
         step.finish(0)
         norms.append(float(step.grad_norm))
     assert norms[1] == pytest.approx(3 * norms[0], rel=1e-5)
+
+
+def test_an_update_waits_for_what_still_reads_the_weights():
+    # A checkpoint's copy may still be under way; sums and gradients do not touch what it reads.
+    target = tiny_target("llama")
+    loader = Loader(store_of(LENGTHS), config())  # type: ignore[arg-type]
+    (fill,) = loader.fills(0, 1)
+    step, order = step_for(target), []
+    weights = {name: weight.detach().clone() for name, weight in step.drafter.named_parameters()}
+
+    def before_update() -> None:
+        same = all(torch.equal(weight, weights[name]) for name, weight in step.drafter.named_parameters())
+        order.append("unchanged" if same else "changed")
+
+    step.before_update = before_update
+    slot, (one,) = filled(target, fill, 2), fill.passes
+    step.micro_batch(slot.features_RTC, to_device(one, CPU), one.denominator)
+    assert order == []
+    step.finish(0)
+    assert order == ["unchanged"]
+    assert not all(torch.equal(weight, weights[name]) for name, weight in step.drafter.named_parameters())
