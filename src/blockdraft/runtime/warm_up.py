@@ -129,7 +129,7 @@ def warm_up_drafter(
     """
     device = step.drafter.device
     before = [weight.detach().clone() for weight in step.optimizer.masters.values()]
-    fill = Fill(-1, -1, (), (), (_without_blocks(loader.config),) * 2)
+    fill = Fill(-1, -1, (), (), (_without_blocks(loader),) * 2)
 
     def run() -> None:
         for one in (pinned(fill) if device.type == "cuda" else fill).passes:
@@ -166,7 +166,8 @@ def _with_tiles_that_fit(step: DrafterStep, run: Callable[[], None], say: Callab
         step.use_attention(tiles.make_attend)
 
 
-def _without_blocks(config: LoaderConfig) -> MicroBatch:
+def _without_blocks(loader: Loader) -> MicroBatch:
+    config, budget = loader.config, loader.row_budget
     rows, anchors = (config.num_rows, config.row_length), (config.num_rows, config.num_anchors)
     slots = (*anchors, config.block_size - 1)
     return MicroBatch(
@@ -181,6 +182,7 @@ def _without_blocks(config: LoaderConfig) -> MicroBatch:
         label_RAS=torch.zeros(slots, dtype=torch.long),
         supervised_RAS=torch.zeros(slots, dtype=torch.bool),
         weight_RAS=torch.zeros(slots),
+        row_M=None if budget is None else torch.full((budget,), loader.num_slots),
     )
 
 
