@@ -1,5 +1,7 @@
 """Whoever fails, the run ends soon, says who and why, and leaves no thread behind."""
 
+import dataclasses
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from blockdraft.models.target import Target
 from blockdraft.runtime import pipeline
 from blockdraft.runtime.workers import Stalled, WorkerError
 from blockdraft.training.checkpoint import list_checkpoints
-from integration.tiny_run import Files, make_files, run_control, tiny_config, worker_threads
+from integration.tiny_run import Files, assert_same_run, make_files, run_control, tiny_config, worker_threads
 from tiny_chat import chat
 
 
@@ -294,3 +296,18 @@ def test_a_store_of_another_tokenizer_is_refused(files, tmp_path):
     manifest.write_text(text.replace('"tokenizer_hash": "', '"tokenizer_hash": "f'))
     with pytest.raises(ConfigError, match="prepared with another tokenizer"):
         train.run(tiny_config(Files(files.target, other.store), tmp_path / "run"), train.Options())
+
+
+def test_going_on_from_an_earlier_checkpoint_leaves_no_gap_when_it_dies(files, tmp_path):
+    config = tiny_config(files, tmp_path / "whole")
+    whole = run_control(config).run_dir
+    shutil.copytree(whole, tmp_path / "parts")
+    first, last = list_checkpoints(tmp_path / "parts/checkpoints")
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume=str(first))
+    with pytest.raises(WorkerError, match="target 0 breaks here"):
+        run_control(config, delay=raise_in("target 0", 7))
+    # Step 10 is of the run that was left: its metrics are gone, so nobody may go on from there.
+    assert list_checkpoints(tmp_path / "parts/checkpoints") == [first]
+    assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
+    assert_same_run(tmp_path / "parts", whole)
+    assert sorted(path.name for path in (tmp_path / "parts/checkpoints").glob("*step*")) == [first.name, last.name]

@@ -31,7 +31,7 @@ from blockdraft.runtime.reports import Evaluated, MicroBatches, Report, WarmedUp
 from blockdraft.runtime.saver import Saver
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.workers import WorkerError
-from blockdraft.training.checkpoint import check_shape, read_state, resume_into
+from blockdraft.training.checkpoint import check_shape, leave_behind, read_state, resume_into
 from blockdraft.training.resuming import check_data, check_resumable, describe_changes
 from blockdraft.training.step import DrafterStep
 
@@ -112,6 +112,7 @@ class Control:
         self.skips = Skips(loader, self.run_dir, most, self.say, so_far=num_skipped, drafters=ranks)
         if self.is_first_node:
             claim(self.run_dir, config)
+            leave_behind(self.run_dir / "checkpoints", first_step)
             write_environment(self.run_dir, self.built)
             self.recorder = self._recorder(trackers, first_step)
         pipeline = self._make_pipeline(first_step)

@@ -179,8 +179,16 @@ class Watchdog:
         if self.channel.moves != self._seen:
             self._seen, self._since = self.channel.moves, time.monotonic()
         elif time.monotonic() - self._since > self.seconds:
-            faulthandler.dump_traceback(file=sys.stderr)
+            _print_stacks()
             raise Stalled(
                 f"nothing moved for {self.seconds:.0f} s; the stacks of all threads are above. "
                 "If a step really takes longer, raise runtime.stall_seconds"
             )
+
+
+def _print_stacks() -> None:
+    try:
+        faulthandler.dump_traceback(file=sys.stderr)
+    except (OSError, ValueError):
+        # In a notebook stderr is no file; what the process was started with is.
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2)

@@ -172,3 +172,14 @@ def test_an_error_of_leaving_does_not_hide_the_first_one():
     with pytest.raises(WorkerError, match="first") as caught:
         crew_of(die, at_end=leave).join()
     assert "second" not in str(caught.value)
+
+
+def test_stacks_are_printed_where_stderr_is_no_file(capsys):
+    one = channel()
+    dog = Watchdog(one, 0.05)
+    dog.check()
+    time.sleep(0.1)
+    # Under capsys, as in some notebooks, it has no descriptor.
+    with pytest.raises(Stalled):
+        dog.check()
+    assert capsys.readouterr().err == ""
