@@ -142,6 +142,16 @@ def test_small_chunks_and_small_rows_move_the_peak() -> None:
     assert set(step_peak(few, LARGE)) == {"weight gradients"}
 
 
+def test_a_row_budget_takes_its_share_of_the_loss() -> None:
+    half = step_peak(config(), LARGE._replace(row_budget=3840))
+    whole, capped = step_peak(config(), LARGE), step_peak(config(), LARGE._replace(row_budget=10**6))
+    # Chunks of at most 4,096 rows: one of 3,840 for two; d(hidden) in float32 of half the rows, which are copied out.
+    assert half["head chunk"] == whole["head chunk"]
+    assert whole["loss gradients"] - half["loss gradients"] == (3840 * 4 - 3840 * 2) * 4096
+    # Never more rows than slots, whatever a plan for fewer anchors was handed; taking rows out costs their copy.
+    assert capped["loss gradients"] - whole["loss gradients"] == 7680 * 4096 * 2
+
+
 def test_the_plan_says_totals_in_units() -> None:
     line = plan_memory(config(), LARGE).lines()[0]
     assert line.startswith("memory plan, cuda:0: 36.07 GiB = target weights 14.54 GiB, ")
