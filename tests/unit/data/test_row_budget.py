@@ -54,6 +54,16 @@ def test_counting_changes_nothing_else_and_a_resumed_run_counts_the_same(changes
     assert all(same_pass(*pair) for pair in zip(resumed, [one for one in found if one.step >= 5], strict=True))
 
 
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_what_is_counted_is_what_is_sent(changes, monkeypatch):
+    # Few anchors, so that each pass over a slot draws others.
+    sent = passes(list(Loader(store_of(LENGTHS), config(**changes)).fills(0, 8)))  # type: ignore[arg-type]
+    counted: list[int] = []
+    monkeypatch.setattr(loader_module, "choose_budget", lambda counts, _num_slots: counted.extend(counts))
+    Loader(store_of(LENGTHS), config(**changes)).fix_row_budget(8)  # type: ignore[arg-type]
+    assert counted == [int(one.supervised_RAS.sum()) for one in sent]
+
+
 def test_a_micro_batch_above_the_budget_is_never_sent():
     supervised_RAS = np.asarray([[[True, True, False], [True, False, False]]])
     assert counted_rows(supervised_RAS, 4).tolist() == [0, 1, 3, 6]
