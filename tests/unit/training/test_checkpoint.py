@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -126,6 +127,40 @@ def test_a_flipped_bit_and_a_missing_file_are_found(tmp_path, name):
         verify(directory)
     (directory / name).write_bytes(whole)
     verify(directory)
+
+
+def test_another_number_in_the_state_is_found(tmp_path):
+    # JSON as good as before.
+    drafter, optimizer = trained()
+    state = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2) / "state.json"
+    text = state.read_text()
+    assert '"steps_done": 1,' in text
+    state.write_text(text.replace('"steps_done": 1,', '"steps_done": 2,'))
+    with pytest.raises(Damaged, match=r"state\.json: expected checksum \w+, found \w+"):
+        verify(state.parent)
+
+
+def test_a_checkpoint_has_its_name_when_all_of_it_is_on_disk_and_then_the_name_is(tmp_path, monkeypatch):
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("only Linux names what a descriptor is of")
+    order: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def note(descriptor: int) -> None:
+        order.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        sync(descriptor)
+
+    def name(self: Path, target: Path) -> Path:
+        order.append(f"-> {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr("blockdraft.training.tensor_file.os.fsync", note)
+    monkeypatch.setattr("blockdraft.training.checkpoint.fsync", note)
+    monkeypatch.setattr(Path, "rename", name)
+    drafter, optimizer = trained()
+    save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2)
+    files = ["drafter.safetensors", "optimizer.safetensors", "config.json", "state.json"]
+    assert order == [*files, ".step_00000001.partial", "-> step_00000001", tmp_path.name]
 
 
 def test_a_drafter_is_not_read_from_damaged_masters(tmp_path):
