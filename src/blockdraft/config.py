@@ -5,6 +5,7 @@ Nothing here imports torch, so `blockdraft --help` stays quick.
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -54,7 +55,14 @@ class DrafterConfig:
     """Published-format export to start from."""
 
     def __post_init__(self) -> None:
-        _at_least(1, "drafter.num_layers", self.num_layers)
+        for name, value in (
+            ("num_layers", self.num_layers),
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("intermediate_size", self.intermediate_size),
+        ):
+            _at_least(1, f"drafter.{name}", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +109,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, "loss.chunk_rows", self.chunk_rows)
+        _above_zero("loss.gamma", self.gamma)
 
     @property
     def needs_final_states(self) -> bool:
@@ -137,6 +146,13 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _at_least(1, "optim.accumulation", self.accumulation)
         _at_least(0, "optim.max_skipped", self.max_skipped)
+        _above_zero("optim.lr", self.lr)
+        _above_zero("optim.norm_lr", self.norm_lr)
+        for name, value in (("weight_decay", self.weight_decay), ("final_lr", self.final_lr)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"optim.{name} must be a number from 0 up, got {value}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas must be two numbers from 0 up and below 1, got {self.betas}")
         if not self.clip > 0:
             raise ConfigError(f"optim.clip must be above 0 (a large number clips nothing), got {self.clip}")
         for name, value in (("warmup", self.warmup), ("decay", self.decay)):
@@ -163,6 +179,9 @@ class RuntimeConfig:
     """auto: kernels of our own on a Hopper GPU, compiled flex_attention on others, masked SDPA on a CPU."""
     stall_seconds: float = 300.0
     """Print all stacks and stop when nothing moved for this long."""
+
+    def __post_init__(self) -> None:
+        _above_zero("runtime.stall_seconds", self.stall_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +228,22 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("save_every", self.save_every), ("keep_last", self.keep_last)):
             _at_least(1, name, value)
-        if not self.epochs > 0:
-            raise ConfigError(f"epochs must be above 0, got {self.epochs}")
+        _at_least(0, "seed", self.seed)
+        _above_zero("epochs", self.epochs)
+        if not self.run_dir:
+            raise ConfigError("run_dir is empty; name the directory that the run writes")
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:
     """Refuses a number that would only fail, or train nothing, in the middle of a run."""
     if value is not None and value < least:
         raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _above_zero(name: str, value: float | None) -> None:
+    """The same for numbers that are no counts; infinity and NaN are refused too."""
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be above 0{' and finite' if value > 0 else ''}, got {value}")
 
 
 def to_json(config: RunConfig) -> str:

@@ -80,4 +80,4 @@ def test_nothing_to_plan_from_is_said(capsys) -> None:
     assert main(["plan"]) == 2
     assert "expects a recipe, such as `plan paper`, or --run DIR" in capsys.readouterr().err
     assert main(["plan", "paper", "--gpus", "0"]) == 2
-    assert "--gpus: expected a number above 0, found 0" in capsys.readouterr().err
+    assert "--gpus: expected a finite number above 0, found 0" in capsys.readouterr().err

@@ -83,6 +83,15 @@ def test_a_finished_run_has_nothing_left_to_do(files, tmp_path, capsys):
         train.run(config, train.Options())
     assert train.run(config, train.Options(overwrite=True)) == 0
     assert metrics(tmp_path) == before
+    with pytest.raises(ConfigError, match=r"--overwrite starts over and resume \(auto\) goes on"):
+        train.run(dataclasses.replace(config, resume="auto"), train.Options(overwrite=True))
+
+
+def test_the_saved_config_does_not_ask_to_be_resumed_again(files, tmp_path):
+    config = tiny_config(files, tmp_path, steps=2)
+    assert train.run(config, train.Options()) == 0
+    assert train.run(dataclasses.replace(config, steps=4, resume="auto"), train.Options()) == 0
+    assert read_config(tmp_path / "config.json") == dataclasses.replace(config, steps=4)
 
 
 def test_a_torn_save_is_ignored(files, tmp_path):

@@ -223,8 +223,6 @@ def loader_config(config: RunConfig, drafters_here: int, node: int, num_nodes: i
     """
     data, block_size = config.data, config.drafter.block_size
     gamma = config.loss.gamma if config.loss.gamma is not None else default_gamma(block_size)
-    if gamma <= 0:
-        raise ConfigError(f"loss.gamma must be above 0, got {gamma}")
     if config.loss.labels == "argmax" and config.loss.draft_vocab != "full":
         raise ConfigError(
             "loss.labels argmax may be any id, loss.draft_vocab data has some only; use draft_vocab full or labels data"

@@ -4,6 +4,7 @@ Speed of each side comes from --target-tok-s and --drafter-tok-s, from a run dir
 arithmetic. The model and its errors against measured runs: docs/performance.md.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,8 +49,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, (int, float)) and value <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected a number above 0, found {value:g}")
+            if isinstance(value, (int, float)) and not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected a finite number above 0, found {value:g}")
 
 
 class Basis(NamedTuple):

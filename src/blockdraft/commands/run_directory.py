@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,13 +42,16 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
 
 
 def claim(run_dir: Path, config: RunConfig) -> None:
-    """Makes the directory this run's: an earlier run that is not resumed goes, this run's config comes."""
+    """Makes the directory this run's: an earlier run that is not resumed goes, this run's config comes.
+
+    What was resumed is left out: whoever takes this config for another run, or to start over, must not bring it along.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     if not config.resume:
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     side = run_dir / "config.json.partial"
-    side.write_text(to_json(config), encoding="utf-8")
+    side.write_text(to_json(replace(config, resume="")), encoding="utf-8")
     side.rename(run_dir / "config.json")
 
 

@@ -53,6 +53,10 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     from blockdraft.runtime.workers import Stalled, WorkerError
 
     run_dir = Path(config.run_dir)
+    if options.overwrite and config.resume:
+        raise ConfigError(
+            f"--overwrite starts over and resume ({config.resume}) goes on; leave one of them out (--resume '' empties)"
+        )
     if this_node() == 0:
         _check_run_dir(run_dir, config, options)
     config = _find_resume(config, run_dir)

@@ -24,7 +24,8 @@ def busy_shares(workers: Sequence[Worker], elapsed_s: float) -> Busy:
             for worker in workers
             if worker.name.startswith(side)
         ]
-        return min(1.0, sum(chosen) / len(chosen))
+        # What runs inside a busy interval, such as an evaluation, is taken off before that interval is added.
+        return min(1.0, max(0.0, sum(chosen) / len(chosen)))
 
     return Busy(share("target"), share("drafter"))
 

@@ -37,15 +37,17 @@ def measured_rates(run_dir: Path) -> Rates:
         ConfigError: the directory holds no run that was recorded long enough.
     """
     config = read_config(_needed(run_dir / "config.json"))
-    steps = [line for line in _lines(_needed(run_dir / "metrics.jsonl")) if "tokens" in line]
-    samples = list(_lines(_needed(run_dir / "workers.jsonl")))[WARM_SAMPLES:]
-    if len(steps) < 2 or not samples:
+    steps = _last_start([line for line in _lines(_needed(run_dir / "metrics.jsonl")) if "tokens" in line])
+    since = steps[0]["step"] if steps else 0
+    samples = [line for line in _last_start(list(_lines(_needed(run_dir / "workers.jsonl")))) if line["step"] >= since]
+    samples = samples[WARM_SAMPLES:]
+    counted = [line for line in steps if samples and line["step"] >= samples[0]["step"]]
+    if len(counted) < 2:
         raise ConfigError(
             f"{run_dir}: expected a run of some seconds behind its warm-up, found {len(steps)} steps and "
             f"{len(samples)} samples of its workers; name a longer one, or give --target-tok-s and --drafter-tok-s"
         )
-    first = next((line for line in steps if line["step"] >= samples[0]["step"]), steps[0])
-    last = steps[-1]
+    first, last = counted[0], counted[-1]
     rate = (last["tokens"] - first["tokens"]) / max(1e-9, last["seconds"] - first["seconds"])
     busy = {side: _busy(samples, side) for side in ("target", "drafter")}
     for side, share in busy.items():
@@ -58,6 +60,12 @@ def measured_rates(run_dir: Path) -> Rates:
         f"measured in {run_dir}: {rate:,.0f} tokens/s, targets busy {busy['target']:.0%}, drafters "
         f"{busy['drafter']:.0%}",
     )
+
+
+def _last_start(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those since the run was last resumed: each start counts its seconds from zero."""
+    falls = [at for at in range(1, len(lines)) if lines[at]["seconds"] < lines[at - 1]["seconds"]]
+    return lines[falls[-1] if falls else 0 :]
 
 
 def _busy(samples: list[dict[str, Any]], side: str) -> float:

@@ -49,3 +49,6 @@ def test_saving_and_evaluating_is_no_time_in_which_a_drafter_could_have_worked(c
     workers = [make_worker("target 0"), make_worker("drafter 0", busy=4.0, boundary=5.0)]
     assert busy_shares(workers, 10.0).drafter == pytest.approx(0.8)
     assert "saving and evaluating 50%" in describe_sides(workers, channel, 10.0)[1]
+    # In the middle of a step: the evaluation is off already, the step itself not counted yet.
+    workers = [make_worker("target 0"), make_worker("drafter 0", busy=-5.0, boundary=5.0)]
+    assert f"{busy_shares(workers, 10.0).drafter:.0%}" == "0%"

@@ -113,7 +113,7 @@ def write_run(path: Path, *, samples: int = 4) -> Path:
         "".join(json.dumps(line) + "\n" for line in [*steps, {"step": 40, "eval/x": 1}])
     )
     workers = {"target 0": {"busy": 0.6}, "target 1": {"busy": 0.4}, "drafter 0": {"busy": 0.8}}
-    lines = [{"step": 10 * number, "workers": workers} for number in range(1, samples + 1)]
+    lines = [{"step": 10 * number, "seconds": number, "workers": workers} for number in range(1, samples + 1)]
     (path / "workers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -124,6 +124,20 @@ def test_rates_of_a_run_are_its_pace_by_how_busy_each_side_was(tmp_path: Path) -
     assert found.target_tok_s == pytest.approx(10_000)
     assert found.drafter_tok_s == pytest.approx(12_500)
     assert "10,000 tokens/s, targets busy 50%, drafters 80%" in found.source
+
+
+def test_of_a_resumed_run_the_last_start_is_measured(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    workers = {"target 0": {"busy": 0.5}, "target 1": {"busy": 0.5}, "drafter 0": {"busy": 0.5}}
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(41, 61):
+            file.write(json.dumps({"step": step, "tokens": 1000 * step, "seconds": (step - 40) / 5}) + "\n")
+    with pytest.raises(ConfigError, match=r"expected a run of some seconds .* 20 steps and 0 samples"):
+        measured_rates(run)  # Its workers are those of the first start.
+    with (run / "workers.jsonl").open("a") as file:
+        for seconds in (1, 2, 3):
+            file.write(json.dumps({"step": 40 + 5 * seconds, "seconds": seconds, "workers": workers}) + "\n")
+    assert "5,000 tokens/s, targets busy 50%, drafters 50%" in measured_rates(run).source
 
 
 def test_a_run_that_shows_too_little_is_refused(tmp_path: Path) -> None:
