@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.commands import train
+from blockdraft.commands.run_directory import hold
 from blockdraft.config import ConfigError, read_config, to_json
 from blockdraft.training.checkpoint import list_checkpoints, newest_checkpoint
 from blockdraft.training.resuming import check_resumable
@@ -85,6 +86,16 @@ def test_a_finished_run_has_nothing_left_to_do(files, tmp_path, capsys):
     assert metrics(tmp_path) == before
     with pytest.raises(ConfigError, match=r"--overwrite starts over and resume \(auto\) goes on"):
         train.run(dataclasses.replace(config, resume="auto"), train.Options(overwrite=True))
+
+
+def test_two_runs_do_not_write_one_directory(files, tmp_path):
+    config = tiny_config(files, tmp_path, steps=2)
+    with hold(tmp_path):
+        for options in (train.Options(), train.Options(overwrite=True)):
+            with pytest.raises(ConfigError, match="another run is writing there"):
+                train.run(config, options)
+        assert not list(tmp_path.iterdir())
+    assert train.run(config, train.Options()) == 0
 
 
 def test_the_saved_config_does_not_ask_to_be_resumed_again(files, tmp_path):

@@ -3,6 +3,7 @@
 Saving and evaluating begin in drafter 0's thread, between two of its steps (boundary.py).
 """
 
+import contextlib
 import dataclasses
 import queue
 import traceback
@@ -16,7 +17,7 @@ from blockdraft.commands.build import Built, build
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
-from blockdraft.commands.run_directory import check_directory, claim, write_environment
+from blockdraft.commands.run_directory import check_directory, claim, hold, write_environment
 from blockdraft.commands.skips import Skips
 from blockdraft.commands.stops import StopRequested, Stops
 from blockdraft.commands.tracking import MetricsFile, Tracker, open_trackers
@@ -110,6 +111,10 @@ class Control:
         ranks = [loader.config.first_drafter + index for index in range(len(self.built.steps))]
         most = config.optim.max_skipped
         self.skips = Skips(loader, self.run_dir, most, self.say, so_far=num_skipped, drafters=ranks)
+        with hold(self.run_dir) if self.is_first_node else contextlib.nullcontext():
+            return self._train(config, trackers, first_step)
+
+    def _train(self, config: RunConfig, trackers: list[Tracker], first_step: int) -> int:
         if self.is_first_node:
             claim(self.run_dir, config)
             leave_behind(self.run_dir / "checkpoints", first_step)

@@ -1,9 +1,13 @@
 """The directory of a run: claimed once every check has passed, with its config and its environment written down."""
 
+import errno
+import fcntl
 import json
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +43,31 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
     root = run_dir / "checkpoints"
     there_already = sum(file.stat().st_size for found in list_checkpoints(root) for file in found.iterdir())
     check_space(root, copies * one - there_already, f"a run that keeps {copies} checkpoints at a time")
+
+
+@contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Locks the directory against other runs; the end of the process unlocks it too, and no file is left.
+
+    Raises:
+        ConfigError: another run is writing there.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run_dir {run_dir}: another run is writing there; wait for its end, or choose another --run-dir"
+            ) from error
+        except OSError as error:
+            # Some network file systems lock no directories; runs are as safe there as their users are careful.
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):
+                raise
+        yield
+    finally:
+        os.close(held)
 
 
 def claim(run_dir: Path, config: RunConfig) -> None:
