@@ -117,7 +117,8 @@ class Control:
     def _train(self, config: RunConfig, trackers: list[Tracker], first_step: int) -> int:
         if self.is_first_node:
             claim(self.run_dir, config)
-            leave_behind(self.run_dir / "checkpoints", first_step)
+            for name in leave_behind(self.run_dir / "checkpoints", first_step):
+                self.say(f"note: {name} is of the run that is left here; the next save removes it")
             write_environment(self.run_dir, self.built)
             self.recorder = self._recorder(trackers, first_step)
         pipeline = self._make_pipeline(first_step)

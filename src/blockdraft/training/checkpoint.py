@@ -190,16 +190,18 @@ def remove_torn(root: Path) -> None:
             shutil.rmtree(path)
 
 
-def leave_behind(root: Path, steps_done: int) -> None:
+def leave_behind(root: Path, steps_done: int) -> list[str]:
     """Hides checkpoints of later steps: their run is left by going on from an earlier one; the next save removes them.
 
-    The metrics of those steps go, and a kill before that save must not let anybody resume where there are none.
+    The metrics of those steps go, and a kill before that save must not let anybody resume where there are none. Returns
+    their names.
     """
-    for path in list_checkpoints(root):
-        if int(path.name.removeprefix("step_")) > steps_done:
-            old = root / f".{path.name}.old"
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
+    later = [path for path in list_checkpoints(root) if int(path.name.removeprefix("step_")) > steps_done]
+    for path in later:
+        old = root / f".{path.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    return [path.name for path in later]
 
 
 def check_space(path: Path, num_bytes: int, what: str) -> None:
