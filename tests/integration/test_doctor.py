@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_a_failure_with_what_helps(files: Files, tmp_path: 
     code, lines = examine(config, capsys)
     failures = [line for line in lines if line.startswith("FAIL")]
     assert code == len(failures) >= 2
-    assert "disk: 1000000000 checkpoints" in failures[0]
+    assert "disk: the last 1000000000 checkpoints" in failures[0]
     assert "lower --keep-last" in failures[0]
     assert "memory: cpu" in failures[1]
     assert "--data.num-anchors 4 frees" in failures[1]

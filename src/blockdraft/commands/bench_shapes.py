@@ -15,7 +15,7 @@ def target_configs() -> dict[str, PretrainedConfig]:
     """Shapes by name."""
     return {
         "tiny": Qwen3Config(
-            vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+            vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=9, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16,
         ),
         "qwen3-8b": Qwen3Config(

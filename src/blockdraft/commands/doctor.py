@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MOST_FAILURES = 125
 """Exit codes above it mean something else to a shell."""
-CHECKPOINT_BYTES = 14
-"""Of a drafter's parameter: bfloat16 weight, float32 master, two moments."""
+MASTER_BYTES = 12
+"""Of a drafter's parameter in a checkpoint, beside its weight: float32 master and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +168,18 @@ def _whole(config: RunConfig) -> "Iterator[Finding]":
 
 
 def _disk(config: RunConfig, checked: "Checked") -> "Finding":
+    from blockdraft.models.target import DTYPES, choose_dtype
     from blockdraft.runtime.memory_plan import drafter_parameters, spell_bytes
 
     directory = Path(config.run_dir).absolute()
     free = shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
-    # One more than are kept: the newest is whole before the oldest goes.
-    need = drafter_parameters(checked.shape) * CHECKPOINT_BYTES * (config.keep_last + 1)
-    result = f"{config.keep_last} checkpoints and one being written take {spell_bytes(need)}, {spell_bytes(free)} free"
+    weight_bytes = DTYPES[choose_dtype(config.drafter.dtype, config.runtime.drafters[0])].itemsize
+    # The newest ones, the best, and the one being written.
+    need = drafter_parameters(checked.shape) * (weight_bytes + MASTER_BYTES) * (config.keep_last + 2)
+    result = (
+        f"the last {config.keep_last} checkpoints, the best and one being written take {spell_bytes(need)}, "
+        f"{spell_bytes(free)} free"
+    )
     if need > free:
         return _finding("disk", "FAIL", result, "free some, lower --keep-last, or choose another --run-dir")
     return _finding("disk", "ok", result)

@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from blockdraft.cli import main
 from blockdraft.commands.bench import Options, step_shape
 from blockdraft.commands.bench_cases import make_drafter, make_problem, products, stack_step, useful_flops
+from blockdraft.commands.bench_shapes import target_configs
+from blockdraft.models.drafter import default_layer_ids
 from integration.tiny import tiny_target
 
 SMALL = ("--shapes", "tiny", "--row-length", "96", "--num-anchors", "9", "--num-layers", "2", "--steps", "2")
@@ -81,3 +83,9 @@ def test_the_listed_products_are_those_a_step_runs(num_layers):
 def test_what_cannot_be_measured_is_refused(flags, message, capsys):
     assert main(["bench", "step", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(target_configs()))
+def test_every_named_target_has_layers_for_the_default_drafter(name):
+    ids = default_layer_ids(target_configs()[name].num_hidden_layers, Options(what="pipeline").num_layers)
+    assert len(set(ids)) == Options(what="pipeline").num_layers
