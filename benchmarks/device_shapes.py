@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
+from blockdraft.commands.bench_shapes import Document, target_configs
 from blockdraft.config import DrafterConfig, LossConfig, OptimConfig
 from blockdraft.data.anchors import position_weights
 from blockdraft.data.loader import Loader, LoaderConfig
@@ -25,16 +26,7 @@ TARGETS = {
         vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8,
     ),
-    "qwen3-8b": Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, rope_theta=1e6, max_position_embeddings=40960,
-    ),
-    "qwen3.6-27b": Qwen3_5TextConfig(
-        vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24,
-        num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48,
-        linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=40960, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    ),
+    **{name: config for name, config in target_configs().items() if name != "tiny"},
 }  # fmt: skip
 DRAFTERS = {
     "tiny": DrafterConfig(num_layers=2),
@@ -76,13 +68,8 @@ class RandomDocuments:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> Any:
-        return _Document(self.ids[index], np.ones(len(self.ids[index]), dtype=np.int8))
-
-
-class _Document:
-    def __init__(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
-        self.input_ids, self.loss_mask = input_ids, loss_mask
+    def __getitem__(self, index: int) -> Document:
+        return Document(self.ids[index], np.ones(len(self.ids[index]), dtype=np.int8))
 
 
 def make_target(shapes: str, device: str | torch.device, dtype: torch.dtype) -> Target:
