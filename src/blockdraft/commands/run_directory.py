@@ -79,9 +79,7 @@ def claim(run_dir: Path, config: RunConfig) -> None:
     if not config.resume:
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    side = run_dir / "config.json.partial"
-    side.write_text(to_json(replace(config, resume="")), encoding="utf-8")
-    side.rename(run_dir / "config.json")
+    _write(run_dir / "config.json", to_json(replace(config, resume="")))
 
 
 def write_environment(run_dir: Path, built: Built) -> None:
@@ -99,7 +97,23 @@ def write_environment(run_dir: Path, built: Built) -> None:
         "draft_vocab": built.draft_vocab_size,
         "data": _describe_data(built),
     }
-    (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+    _write(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    """Complete or not there.
+
+    Raises:
+        ConfigError: the file system takes no more, or not this.
+    """
+    side = file.with_name(file.name + ".partial")
+    try:
+        side.write_text(text, encoding="utf-8")
+        side.rename(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: could not be written: {error}; free space there, or choose another --run-dir"
+        ) from error
 
 
 def _describe_data(built: Built) -> dict[str, object]:
