@@ -13,6 +13,8 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ from blockdraft.config import DrafterConfig, LossConfig, OptimConfig, RuntimeCon
 from blockdraft.data.anchors import position_weights
 from blockdraft.data.loader import Loader, LoaderConfig
 from blockdraft.models.attention import bare_flex_attend, sdpa_attend
+from blockdraft.models.compiled import How
 from blockdraft.models.drafter import derive_shape
 from blockdraft.models.target import Target
 from blockdraft.runtime.diagnostics import Diagnostics
@@ -34,7 +37,7 @@ from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.metrics import report
 from blockdraft.training.start import new_drafter
-from blockdraft.training.step import DrafterStep
+from blockdraft.training.step import DrafterStep, MakeAttend
 
 NARROW = Qwen3Config(
     vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
@@ -63,7 +66,8 @@ class Size(NamedTuple):
     shortest: int
     longest: int
     layers: int = 2
-    flex: bool = True
+    attention: str = "own"
+    """The kernels that a run has on GPUs, or flex, or sdpa."""
     devices: tuple[str, ...] = ("cuda:0",)
     topology: str = "shared"
     poison: bool = False
@@ -72,6 +76,8 @@ class Size(NamedTuple):
     """Empty: those of the drafters."""
     record: bool = False
     """Keep the stack of every allocation."""
+    weights: str = ""
+    """A GGUF file; empty: random weights."""
 
 
 class Documents:
@@ -106,6 +112,29 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def own_attention() -> tuple[MakeAttend, How]:
+    # Only GPUs have Triton.
+    from blockdraft.models.block_attention import kernel_attend
+
+    return kernel_attend, "layer"
+
+
+ATTENTION: dict[str, Callable[[], tuple[MakeAttend, How]]] = {
+    "own": own_attention,
+    "flex": lambda: (bare_flex_attend, "stack"),
+    "sdpa": lambda: (sdpa_attend, "nothing"),
+}
+
+
+def target_model(size: Size, device: str) -> Any:
+    if size.weights:
+        path = Path(size.weights)
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).to(device)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(size.config, dtype=torch.bfloat16)
+
+
 def build(size: Size) -> tuple[Loader, list[Target], list[DrafterStep]]:
     count = len(size.devices)
     weight_L = tuple(float(weight) for weight in position_weights(BLOCK_SIZE, 7.0))
@@ -116,12 +145,8 @@ def build(size: Size) -> tuple[Loader, list[Target], list[DrafterStep]]:
     )  # fmt: skip
     store: Any = Documents(size)
     loader = Loader(store, loader_config)
-    targets = []
-    for device in size.target_devices or size.devices:
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(size.config, dtype=torch.bfloat16)
-        targets.append(Target(model, None, size.layers))
+    targets = [Target(target_model(size, device), None, size.layers) for device in size.target_devices or size.devices]
+    make_attend, how = ATTENTION[size.attention]()
     shape = derive_shape(DrafterConfig(num_layers=size.layers), targets[0].facts, size.config.vocab_size - 1)
     steps = []
     first = targets[0].ends
@@ -136,8 +161,8 @@ def build(size: Size) -> tuple[Loader, list[Target], list[DrafterStep]]:
                 loss=LossConfig(),
                 optim=OptimConfig(accumulation=count),
                 total_steps=size.steps,
-                make_attend=bare_flex_attend if size.flex else sdpa_attend,
-                how="stack" if size.flex else "nothing",
+                make_attend=make_attend,
+                how=how,
             )
         )
     return loader, targets, steps
@@ -255,12 +280,22 @@ def mixed() -> dict[str, Any]:
     return train(Size(NARROW, 2048, 64, 60, 8, 2048))
 
 
+def smollm2(attention: str) -> dict[str, Any]:
+    """Its real weights where a second argument names the GGUF file, else random ones."""
+    weights = sys.argv[2] if len(sys.argv) > 2 else ""
+    return train(Size(SMOLLM2, 1024, 64, 60, 8, 1000, layers=5, attention=attention, count_waits=10, weights=weights))
+
+
 def smollm2_flex() -> dict[str, Any]:
-    return train(Size(SMOLLM2, 1024, 64, 60, 8, 1000, layers=5, count_waits=10))
+    return smollm2("flex")
+
+
+def smollm2_own() -> dict[str, Any]:
+    return smollm2("own")
 
 
 def smollm2_sdpa() -> dict[str, Any]:
-    return train(Size(SMOLLM2, 1024, 64, 60, 8, 1000, layers=5, flex=False))
+    return smollm2("sdpa")
 
 
 def little_shared_memory() -> dict[str, Any]:
@@ -274,7 +309,7 @@ def little_shared_memory() -> dict[str, Any]:
         vocab_size=2048, hidden_size=512, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, head_dim=128, max_position_embeddings=8192,
     )  # fmt: skip
-    return train(Size(wide, 1024, 64, 40, 8, 1000))
+    return train(Size(wide, 1024, 64, 40, 8, 1000, attention="flex"))
 
 
 def hybrid() -> dict[str, Any]:
@@ -333,6 +368,7 @@ CASES = {
         long,
         mixed,
         smollm2_flex,
+        smollm2_own,
         smollm2_sdpa,
         little_shared_memory,
         hybrid,
