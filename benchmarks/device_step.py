@@ -43,6 +43,7 @@ from blockdraft.commands.bench_cases import (
     useful_flops,
     whole_step,
 )
+from blockdraft.commands.bench_sensors import sustain, sustained_rate
 from blockdraft.commands.bench_timing import (
     Timing,
     captured,
@@ -61,7 +62,8 @@ from blockdraft.training.head_loss import even_chunk
 from blockdraft.training.optim import MasterOptimizer
 
 PARTS: Final = (
-    "exact", "floor", "step", "graph", "profile", "objectives", "loss", "between", "attention", "peers", "optimizer",
+    "exact", "floor", "step", "sustained", "graph", "profile", "objectives", "loss", "between", "attention", "peers",
+    "optimizer",
 )  # fmt: skip
 CHUNK: Final = 4096
 
@@ -193,6 +195,21 @@ class Case:
         for step in steps.values():
             finite(step())
         self.show(time_rotated(self.run.device, {f"objective {name}": step for name, step in steps.items()}, 3, 3))
+
+    def sustained(self) -> None:
+        """A large product and the first variant without a pause, 3 s each: what the power limit leaves of both."""
+        if self.best is None:
+            return
+        size, seconds = (256, 0.1) if self.run.options.rehearse else (8192, 3.0)
+        rate = sustained_rate(self.run.device, self.run.dtype, size, seconds)
+        self.run.say(f"{self.name} | product of {size} cubed kept up: {rate}")
+        found = sustain(self.run.device, self.best, seconds)
+        achieved = self.flops / found.median_ms / 1e9
+        self.run.say(
+            f"{self.name} | {self.run.options.variants[0]} kept up: {found.median_ms:.1f} ms, {achieved:.0f} TFLOP/s, "
+            f"{achieved / rate.rate:.0%} of the product's; {found.sensed}"
+        )
+        self.run.keep(f"{self.name} sustained", [rate.rate, found.median_ms])
 
     def graph(self) -> None:
         """The first variant replayed as one CUDA graph, beside itself."""

@@ -1,7 +1,7 @@
 """A target alone on one GPU: tokens per second of its passes, kernels, memory, and the error of its features.
 
 usage: python benchmarks/device_target.py [--shapes qwen3.6-27b|qwen3-8b|tiny] [--batches 4x2048 8x1024 1x8192]
-           [--float8] [--profile] [--reference]
+           [--float8] [--profile] [--reference] [--sustained]
 
 Random weights. transformers' own forward and the fast pass run in one process on the same weights; with --float8 the
 fast pass runs a second time with float8 products. --reference compares four layers with the plain forward in float32.
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
+from blockdraft.commands.bench_sensors import sustain, sustained_rate
 from blockdraft.models.target import Target
 from blockdraft.models.target_fast import FastTarget
 from blockdraft.runtime.counters import CompileCounters
@@ -106,6 +107,10 @@ def measure(target: Target, name: str, run: Run, args: argparse.Namespace) -> No
             f"{name:12s} | {ids_BS.shape[0]} x {ids_BS.shape[1]} | {ms:.1f} ms | {rate:,.0f} tok/s | products "
             f"{work * rate / 1e12:.0f} TFLOP/s | peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         )
+    if args.sustained:
+        found = sustain(target.device, lambda: run(inputs[0], lambda _column, _hidden: None), 4.0)
+        rate = inputs[0].numel() / found.median_ms * 1e3
+        say(f"{name:12s} | kept up for 4 s: {found.median_ms:.1f} ms | {rate:,.0f} tok/s | {found.sensed}")
     say(f"{name:12s} | compilations after warm-up: {counters.since(before)}")
     counters.remove()
     if args.profile:
@@ -137,6 +142,9 @@ def compare_with_float32(shapes: str) -> None:
         names["torch_chunk_gated_delta_rule"] = vars(bound)["__wrapped__"]
     target.model.float()
     reference = features(target.capture_plain, ids_BS)
+    if bound is not None:
+        # What is timed afterwards runs on flash-linear-attention again.
+        names["torch_chunk_gated_delta_rule"] = bound
     for name, columns in found.items():
         say(f"distance from float32 after layers 0..{REFERENCE_LAYERS - 1}, {name}: {distances(columns, reference)}")
 
@@ -148,7 +156,12 @@ def main() -> None:
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--reference", action="store_true")
+    parser.add_argument(
+        "--sustained", action="store_true", help="each pass without a pause for 4 s, clock and power read"
+    )
     args = parser.parse_args()
+    if args.sustained:
+        say(f"product of 8192 cubed kept up for 3 s: {sustained_rate(torch.device('cuda'), torch.bfloat16, 8192, 3.0)}")
     with torch.no_grad():
         if args.reference:
             compare_with_float32(args.shapes)

@@ -81,6 +81,20 @@ class Bench:
         self.say(f"matrix rate: {self.rate:.3g} TFLOP/s, a product of {size} x {size} x {size}, measured now")
         self.numbers |= {"device": self.device_name, "torch": torch.__version__, "dtype": str(self.dtype)[6:]}
         self.numbers["matrix_rate_tflops"] = self.rate
+        if is_gpu:
+            self._say_sustained(size)
+
+    def _say_sustained(self, size: int) -> None:
+        from blockdraft.commands.bench_sensors import sustained_rate
+
+        found = sustained_rate(self.device, self.dtype, size, seconds=3.0)
+        self.say(f"matrix rate kept up for 3 s: {found}")
+        self.numbers["sustained_rate_tflops"] = found.rate
+        if found.sensed is not None:
+            self.numbers["sustained_clock_mhz"], self.numbers["sustained_watts"] = (
+                found.sensed.clock_mhz,
+                found.sensed.watts,
+            )
 
     def say(self, line: str) -> None:
         """Prints a line."""
