@@ -1,7 +1,7 @@
 """Two GPUs with random weights: gradient sums, the pipeline on both, two target replicas, a divided target.
 
 usage: python benchmarks/device_pair.py [--shapes qwen3-8b|qwen3.6-27b|hybrid|tiny] [--steps 300] [--seconds 240]
-           [--parts losses,sums,pool,targets,split] [--several layer] [--single layer]
+           [--parts losses,sums,pool,targets,split] [--float8] [--several layer] [--single layer]
 
 `--devices cpu cpu` rehearses every part on CPUs. A part that fails is said, and the next one runs.
 
@@ -43,6 +43,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.shapes, self.steps, self.documents = args.shapes, args.steps, args.documents
+        self.float8: bool = args.float8
         self.devices = [torch.device(name) for name in args.devices]
         self.is_gpu = self.devices[0].type == "cuda"
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
@@ -57,7 +58,7 @@ class Bench:
         """The replica on that device."""
         if index not in self._targets:
             started = time.monotonic()
-            self._targets[index] = make_target(self.shapes, self.devices[index], self.dtype)
+            self._targets[index] = make_target(self.shapes, self.devices[index], self.dtype, float8=self.float8)
             synchronize()
             seconds = time.monotonic() - started
             say(f"target on {self.devices[index]}: built in {seconds:.1f} s; {self._targets[index].note}")
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=list(TARGETS), default="tiny")
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--float8", action="store_true", help="targets with products in float8")
     parser.add_argument("--several", default="layer", help="how drafters are compiled whose gradients are summed")
     parser.add_argument("--single", default="layer", help="how the one of `pool` is")
     parser.add_argument("--steps", type=int, default=300)

@@ -72,12 +72,12 @@ class RandomDocuments:
         return Document(self.ids[index], np.ones(len(self.ids[index]), dtype=np.int8))
 
 
-def make_target(shapes: str, device: str | torch.device, dtype: torch.dtype) -> Target:
+def make_target(shapes: str, device: str | torch.device, dtype: torch.dtype, *, float8: bool = False) -> Target:
     """Random weights, equal for equal devices' kinds."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(TARGETS[shapes], dtype=dtype)
-    return Target(model, None, DRAFTERS[shapes].num_layers)
+    return Target(model, None, DRAFTERS[shapes].num_layers, float8=float8)
 
 
 def make_step(
