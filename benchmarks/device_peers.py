@@ -3,7 +3,8 @@
 R rows, T context tokens, C captured layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,17 @@ from blockdraft.commands.bench_cases import Problem
 from blockdraft.data.anchors import default_gamma
 from blockdraft.models.formats import published_config
 
+PEERS: Final = ("specforge", "nemo", "speculators")
 
-def peer_steps(problem: Problem, dtype: torch.dtype, say: Callable[[str], None]) -> dict[str, Callable[[], Tensor]]:
-    """Forward and backward of each peer that can be imported; gradients are dropped at the end of the step."""
+
+def peer_steps(
+    problem: Problem, dtype: torch.dtype, names: Iterable[str], attempt: Callable[[str, Callable[[], None]], None]
+) -> dict[str, Callable[[], Tensor]]:
+    """Forward and backward of each peer that could be built; gradients are dropped at the end of the step."""
+    makers = dict(zip(PEERS, (_specforge, _nemo, _speculators), strict=True))
     steps: dict[str, Callable[[], Tensor]] = {}
-    for make in (_specforge, _nemo):
-        try:
-            steps |= make(problem, dtype)
-        except ImportError as error:
-            say(f"{make.__name__[1:]} is left out: {error}")
+    for name in names:
+        attempt(f"building {name}", lambda make=makers[name]: steps.update(make(problem, dtype)))
     return steps
 
 
@@ -39,15 +42,28 @@ def _ends(problem: Problem) -> tuple[nn.Linear, nn.Module]:
 
 
 def _stepper(module: nn.Module, drafter: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    is_checked = False
+
     def step() -> Tensor:
+        nonlocal is_checked
         value = loss()
         value.backward()
+        if not is_checked:
+            _check_gradients(drafter)
+            is_checked = True
         drafter.zero_grad(set_to_none=True)
         return value.detach()
 
     # Buffers of their own (NeMo's) start on the CPU.
     module.to(next(drafter.parameters()).device).train()
     return step
+
+
+def _check_gradients(drafter: nn.Module) -> None:
+    """A step that leaves a weight without gradient does less than is timed."""
+    for name, weight in drafter.named_parameters():
+        if weight.requires_grad and (weight.grad is None or not bool(weight.grad.any())):
+            raise ArithmeticError(f"the step leaves {name} without a gradient")
 
 
 def _specforge(problem: Problem, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
@@ -105,3 +121,48 @@ def _nemo(problem: Problem, dtype: torch.dtype) -> dict[str, Callable[[], Tensor
         return value
 
     return {"NeMo AutoModel": _stepper(module, drafter, loss)}
+
+
+def _speculators(problem: Problem, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
+    shape, device = problem.shape, problem.features_RTC.device
+    on_gpu = device.type == "cuda"
+    layer = _config(problem)
+    if on_gpu:
+        layer._attn_implementation = "simple_flex_attention"
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=shape.vocab_size,
+        block_size=shape.block_size,
+        # It counts the embedding's output as layer 0.
+        aux_hidden_state_layer_ids=[index + 1 for index in shape.target_layer_ids],
+        mask_token_id=shape.mask_token_id,
+    )
+    head, embedding = _ends(problem)
+    with torch.device(device):
+        drafter = DFlashDraftModel(config).to(dtype)
+        last_RTD = torch.randn(*problem.input_ids_RT.shape, shape.hidden_size, dtype=dtype)
+    # What it reads from the target's checkpoint, NaN without one.
+    drafter.embed_tokens = embedding
+    drafter.lm_head = drafter.verifier_lm_head = head
+    nn.init.ones_(drafter.verifier_norm.weight)
+    # Its fused kernels need a GPU.
+    loss_config = resolve_loss_config("ce", "fused" if on_gpu else "eager")
+
+    def loss() -> Tensor:
+        value: Tensor = drafter(
+            hidden_states=problem.features_RTC,
+            input_ids=problem.input_ids_RT,
+            loss_mask=problem.loss_mask_RT,
+            verifier_last_hidden_states=last_RTD,
+            document_ids=problem.document_RT,
+            loss_config=loss_config,
+            gamma=default_gamma(shape.block_size),
+            max_anchors=problem.anchor_RA.shape[1],
+            per_position_loss_weight="fixed-exp-decay",
+        )[1]
+        return value
+
+    return {"speculators": _stepper(drafter, drafter, loss)}

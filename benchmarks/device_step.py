@@ -2,7 +2,7 @@
 
 usage: PYTHONPATH=src python benchmarks/device_step.py [--parts exact,floor,step,graph,profile,objectives,...]
            [--shapes qwen3-8b,qwen3.6-27b] [--variants layer/own/2048 stack/flex/4096] [--seconds 330] [--out DIR]
-           [--rehearse]
+           [--peers specforge,nemo,speculators] [--rehearse]
 
 Parts run in the order given. A variant is how the stack is compiled / its attention / rows of a chunk of the head; the
 first one is what profile, graph, objectives and optimizer measure.
@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 
 import torch
 from device_exact import Check, check_loss, check_masks, check_stack
-from device_peers import peer_steps
+from device_peers import PEERS, peer_steps
 from torch import Tensor
 
 from blockdraft.commands.bench_cases import (
@@ -58,7 +58,7 @@ from blockdraft.config import OptimConfig
 from blockdraft.models.attention import compile_flex, flex_attend, sdpa_attend
 from blockdraft.models.compiled import How
 from blockdraft.models.drafter import Attend, Drafter
-from blockdraft.training.head_loss import even_chunk
+from blockdraft.training.head_loss import Finish, even_chunk
 from blockdraft.training.optim import MasterOptimizer
 
 PARTS: Final = (
@@ -150,19 +150,20 @@ class Case:
             self.run.keep(f"{self.name} {what}", one._asdict())
 
     def warm(self, what: str, step: Callable[[], Tensor]) -> bool:
-        """First calls: compile; says how long it took."""
-        started = time.monotonic()
-        done: list[bool] = []
+        """First calls: compile; says how long each took."""
+        spent, loss = [time.monotonic()], 0.0
 
         def first() -> None:
-            finite(step())
-            step()
-            done.append(True)
+            nonlocal loss
+            for _ in range(2):
+                loss = float(finite(step()))
+                spent.append(time.monotonic())
 
         self.run.attempt(f"{self.name} {what}", first)
-        if done:
-            self.run.say(f"{self.name}: {what} ready after {time.monotonic() - started:.0f} s")
-        return bool(done)
+        if len(spent) == 3:
+            seconds = f"first step {spent[1] - spent[0]:.1f} s, second {spent[2] - spent[1]:.1f} s"
+            self.run.say(f"{self.name}: {what} ready: {seconds}, loss {loss:.4g}")
+        return len(spent) == 3
 
     def step(self) -> None:
         """Variants of the whole step, and the peers if asked for, rotated."""
@@ -175,7 +176,7 @@ class Case:
                 steps[what] = step
                 self.best = self.best or step
         if "peers" in options.parts:
-            for what, step in peer_steps(self.problem, self.run.dtype, self.run.say).items():
+            for what, step in peer_steps(self.problem, self.run.dtype, options.peers, self.run.attempt).items():
                 if self.warm(what, step):
                     steps[what] = step
         self.show(time_rotated(self.run.device, steps, 2 if options.rehearse else 4, 3))
@@ -268,13 +269,9 @@ class Case:
         for what, (attend, layer) in attends.items():
             forward = functools.partial(attend, layer, *tensors)
 
-            def both(forward: Callable[[], Tensor] = forward) -> None:
-                forward().backward(upstream_RHQE)
-
-            def measure(
-                what: str = what, forward: Callable[[], Tensor] = forward, both: Callable[[], None] = both
-            ) -> None:
-                ahead, whole = time_alone(device, forward), time_alone(device, both)
+            def measure(what: str = what, forward: Callable[[], Tensor] = forward) -> None:
+                ahead = time_alone(device, forward)
+                whole = time_alone(device, lambda: forward().backward(upstream_RHQE))
                 self.run.say(
                     f"{self.name} | attention alone, {what}: forward {ahead:.2f} ms, both {whole:.2f} ms a layer"
                 )
@@ -291,11 +288,8 @@ class Case:
             for chunk in (1024, 1920, 2560, 3840, 7680) if stage == "triton" else (3840,):
                 lose = loss_step(self.problem, stage, chunk)
 
-                def both(lose: Callable[[Tensor], Tensor] = lose) -> None:
-                    lose(hidden_ND).backward()
-
-                def measure(both: Callable[[], None] = both, what: str = f"{stage}, chunk {chunk}") -> None:
-                    spent = time_alone(self.run.device, both, repeats=5)
+                def measure(lose: Callable[[Tensor], Tensor] = lose, what: str = f"{stage}, chunk {chunk}") -> None:
+                    spent = time_alone(self.run.device, lambda: lose(hidden_ND).backward(), repeats=5)
                     self.run.say(f"{self.name} | loss alone, {what}: {spent:.2f} ms")
                     self.run.keep(f"{self.name} loss {what}", spent)
 
@@ -303,12 +297,10 @@ class Case:
 
     def between(self) -> None:
         """The stage between the loss's products, by its block and warps."""
-        head_VD, finish = self.problem.ends.head_weight, (1.0, None)
+        head_VD, finish = self.problem.ends.head_weight, Finish(1.0, None)
         hidden_MD = torch.randn(min(1920, self.rows), head_VD.shape[1], device=self.run.device, dtype=self.run.dtype)
         product_MV = torch.mm(hidden_MD * 0.3, head_VD.t())
         label_M = self.problem.label_N[: len(product_MV)]
-        from blockdraft.training.head_loss import Finish
-
         between = choose_between("eager" if self.run.options.rehearse else "triton")
         settings: list[tuple[int, int]] = [(0, 0)]
         if not self.run.options.rehearse:
@@ -320,7 +312,7 @@ class Case:
                     from blockdraft.training import head_loss_triton
 
                     head_loss_triton.BLOCK, head_loss_triton.NUM_WARPS = block, warps
-                spent = time_alone(self.run.device, lambda: between(product_MV, label_M, Finish(*finish)))
+                spent = time_alone(self.run.device, lambda: between(product_MV, label_M, finish))
                 moved = 2 * product_MV.numel() * product_MV.element_size() / spent / 1e9
                 self.run.say(f"{self.name} | between, block {block}, {warps} warps: {spent:.3f} ms, {moved:.2f} TB/s")
                 self.run.keep(f"{self.name} between {block} {warps}", spent)
@@ -374,11 +366,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=330.0)
     parser.add_argument("--out", default="")
     parser.add_argument("--variants", nargs="+", default=["layer/own/2048"])
+    parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
-    options.parts = options.parts.split(",")
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"unknown parts {sorted(unknown)}; known: {', '.join(PARTS)}")
+    for what, known in (("parts", PARTS), ("peers", PEERS)):
+        chosen = vars(options)[what] = vars(options)[what].split(",")
+        if unknown := set(chosen) - set(known):
+            parser.error(f"unknown {what} {sorted(unknown)}; known: {', '.join(known)}")
     if options.rehearse:
         torch.compile = functools.partial(torch.compile, backend="eager")
     run = Run(options)
