@@ -30,8 +30,11 @@ from parity_trainers import (
     seen_by_us,
     specforge_step,
     specforge_table,
+    speculators_step,
     speculators_table,
+    targets_choice,
     tiny_target,
+    with_our_denominator,
 )
 from speculators.convert.dflash.converter import DFlashConverter
 from speculators.models.dflash import DFlashDraftModel as SpeculatorsModel
@@ -159,6 +162,13 @@ def against_speculators(target: Target, place: Path) -> Iterator[Check]:
     )
     ours = drafter_hidden(drafter, target.ends, data.features_RTC, our_blocks(data), sdpa_attend)
     yield Check("speculators", "two documents", "hidden states", relative(ours.view(hidden.shape), hidden), TOLERANCE)
+    # Blocks within their documents: it has no boundary there.
+    step = speculators_step(theirs, data)
+    ours_step = our_step(drafter, target, data, wanted_RT=targets_choice(target, data))
+    yield from compare_steps("speculators", "two documents", ours_step, with_our_denominator(step, data))
+    yield Check("speculators", "control: its own denominator", "loss", _gap(ours_step, step), TOLERANCE, False)
+    own = our_step(make_drafter(), target, data)
+    yield Check("speculators", "control: the row's own tokens", "loss", _gap(own, ours_step), TOLERANCE, False)
     table = speculators_table(data)
     yield compare_tables("speculators", "two documents", seen_by_us(drafter.shape, data, None), table)
 

@@ -16,6 +16,8 @@ from nemo_automodel.components.speculative.dflash.core import _context_doc_ids a
 from nemo_automodel.components.speculative.dflash.draft_qwen3 import Qwen3DFlashDraftModel
 from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel, create_dflash_sdpa_mask
 from specforge.modeling.draft.dflash import DFlashDraftModel as SpecForgeModel
+from speculators.losses import resolve_loss_config
+from speculators.models.dflash import DFlashDraftModel as SpeculatorsModel
 from speculators.models.dflash.attention import create_anchor_block_mask_mod
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
@@ -119,10 +121,10 @@ def make_data(target: Target, anchors: list[list[int]], lengths: list[list[int]]
     )
 
 
-def our_blocks(data: Data, after_gap: bool = True) -> Blocks:
-    """As the loader makes them."""
+def our_blocks(data: Data, after_gap: bool = True, wanted_RT: Tensor | None = None) -> Blocks:
+    """As the loader makes them; `wanted_RT` are the tokens to predict where these are not the row's own."""
     labels = block_labels(
-        data.input_ids_RT.numpy(),
+        (data.input_ids_RT if wanted_RT is None else wanted_RT).numpy(),
         data.document_RT.numpy(),
         data.loss_mask_RT.numpy(),
         data.anchor_RA.numpy(),
@@ -148,6 +150,7 @@ def our_step(
     *,
     after_gap: bool = True,
     objective: Literal["ce", "dpace"] = "ce",
+    wanted_RT: Tensor | None = None,
 ) -> Step:
     """Our trainer's step on one micro-batch, without the update; `drafter` has no gradients yet."""
     step = DrafterStep(
@@ -159,7 +162,7 @@ def our_step(
         total_steps=1,
         make_attend=sdpa_attend,
     )
-    blocks = our_blocks(data, after_gap)
+    blocks = our_blocks(data, after_gap, wanted_RT)
     # SpecForge divides dpace by the rows; a step of ours by its supervised slots.
     denominator = float(blocks.weight_RAS.sum()) if objective == "ce" else float(len(data.anchor_RA))
     step.micro_batch(data.features_RTC, blocks, denominator)
@@ -232,6 +235,37 @@ def nemo_step(drafter: Drafter, target: Target, data: Data) -> Step:
         packed = {"position_ids": data.position_RT, "seq_lens": length_RD, "doc_remaining": remaining_RT}
     out = module(data.input_ids_RT, data.features_RTC, data.loss_mask_RT.float(), **packed)
     return step_of(module, out.loss, theirs)
+
+
+def speculators_step(theirs: SpeculatorsModel, data: Data) -> Step:
+    """speculators', of a single row; its fused loss needs a GPU."""
+    _, loss, _ = theirs(
+        hidden_states=data.features_RTC,
+        input_ids=data.input_ids_RT,
+        loss_mask=data.loss_mask_RT.float(),
+        verifier_last_hidden_states=data.last_hidden_RTD,
+        document_ids=data.document_RT,
+        position_ids=data.position_RT,
+        loss_config=resolve_loss_config("ce", "eager"),
+        gamma=GAMMA,
+        max_anchors=data.anchor_RA.shape[1],
+        per_position_loss_weight="fixed-exp-decay",
+    )
+    return step_of(theirs, loss, theirs)
+
+
+def with_our_denominator(step: Step, data: Data) -> Step:
+    """speculators divides by the count of supervised slots and a small constant; ours is the sum of their weights."""
+    blocks = our_blocks(data)
+    factor = (float(blocks.supervised_RAS.sum()) + 1e-5) / float(blocks.weight_RAS.sum())
+    return Step(step.loss * factor, {name: gradient * factor for name, gradient in step.gradients.items()})
+
+
+def targets_choice(target: Target, data: Data) -> Tensor:
+    """What speculators trains on: at each position the token that the target would say after the one before, [R, T]."""
+    decoder = target.model.get_decoder()
+    said_RT = target.model.lm_head(decoder.norm(data.last_hidden_RTD)).argmax(-1)
+    return said_RT.roll(1, dims=1)
 
 
 def packing(data: Data) -> tuple[Tensor, Tensor]:
