@@ -110,12 +110,11 @@ def _count_layers(name: str) -> int:
     """The target's number of layers, from its config alone."""
     from transformers import AutoConfig
 
-    file = Path(name)
-    place = {"pretrained_model_name_or_path": name}
-    if file.suffix == ".gguf":
-        place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    from blockdraft.models.target import source_of
+
+    source, extra = source_of(name)
     try:
-        config = AutoConfig.from_pretrained(**place)
+        config = AutoConfig.from_pretrained(source, **extra)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--target {name}: expected a model with a config, found none: {error}") from error
     return int(config.get_text_config().num_hidden_layers)

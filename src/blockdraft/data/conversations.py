@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blockdraft.config import ConfigError
+from blockdraft.data.hub import only_cached
 from blockdraft.data.template import (
     ChatTemplate,
     Conversation,
@@ -224,20 +225,27 @@ def _dataset_rows(name: str) -> Iterator[_Row]:
     import datasets
 
     plain, _, split = name.partition(":")
+    expected = "expected a .jsonl or .parquet file, a directory or a dataset name (NAME or NAME:SPLIT)"
+    is_saved = any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json"))
+    if not is_saved:
+        # Where the hub does not answer and the cache has the data, `datasets` takes them from there by itself.
+        only_cached(plain, f"{name}: {expected}", _is_dataset_cached)
     try:
-        if Path(name).is_dir() and any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
-            table = datasets.load_from_disk(name)
-        else:
-            table = datasets.load_dataset(plain, split=split or "train")
+        table = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(plain, split=split or "train")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name}: expected a .jsonl or .parquet file, a directory or a dataset name (NAME or NAME:SPLIT), "
-            f"found none that can be read: {error}"
-        ) from error
+        raise ConfigError(f"{name}: {expected}, found none that can be read: {error}") from error
     if isinstance(table, datasets.DatasetDict):
         raise ConfigError(f"{name}: expected one split, found {', '.join(table)}; name the directory of one of them")
     for number, value in enumerate(table, start=1):
         yield _Row(f"{name}:{number}", _without_nulls(value))
+
+
+def _is_dataset_cached(name: str) -> bool:
+    import datasets
+
+    *owner, last = name.split("/")
+    directory = "___".join([*owner, datasets.naming.camelcase_to_snakecase(last)])
+    return Path(datasets.config.HF_DATASETS_CACHE, directory).is_dir()
 
 
 def _without_nulls(value: Any) -> Any:

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from blockdraft.config import ConfigError, TargetConfig
+from blockdraft.data.hub import is_model_cached, nearest, only_cached
 from blockdraft.models.drafter import default_layer_ids
 from blockdraft.models.kernels import use_torch_on_cpu
 from blockdraft.models.packed_check import one_document_a_row, skip_packed_check
@@ -318,15 +319,20 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int, seen: set
 
 
 def source_of(path: str) -> tuple[str, dict[str, Any]]:
-    """What transformers loads from, and its options: a .gguf file is a name in its directory."""
+    """What transformers loads from, and its options: a .gguf file is a name in its directory.
+
+    Raises:
+        ConfigError: nothing is there, found out without waiting for the hub's client to give up.
+    """
     if not path:
         raise ConfigError("target.path is empty; give a model directory, a .gguf file or a hub name")
     file = Path(path)
     if file.suffix == ".gguf":
         if not file.is_file():
-            raise ConfigError(f"target.path {path!r} names no file; check the path")
+            raise ConfigError(f"target.path {path!r} names no file: {nearest(path)}")
         return str(file.parent), {"gguf_file": file.name}
-    return path, {}
+    expected = "target.path: expected a model directory, a .gguf file or a hub name"
+    return path, {"local_files_only": True} if only_cached(path, expected, is_model_cached) else {}
 
 
 def is_causal(config: PreTrainedConfig) -> bool:

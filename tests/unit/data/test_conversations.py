@@ -179,6 +179,9 @@ def test_sources_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise FileNotFoundError(f"no {path} {split}")
 
     monkeypatch.setattr(datasets, "load_dataset", missing)
+    # In the cache of `datasets`, so that it is left to find the data by itself where no hub answers.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "some___name").mkdir()
     with pytest.raises(ConfigError, match=r"a dataset name .*no some/name test"):
         read("some/name:test")
 

@@ -252,6 +252,8 @@ def test_a_directory_is_loaded_or_refused(tmp_path, name):
 
 def test_what_cannot_be_loaded_is_named(tmp_path):
     with pytest.raises(ConfigError, match="could not be loaded"):
+        Target.load(TargetConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"found nothing at '\S*nothing': \S+ exists and has no nothing"):
         Target.load(TargetConfig(path=str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match=r"target\.path is empty"):
         Target.load(TargetConfig())
