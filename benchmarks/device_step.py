@@ -166,19 +166,17 @@ class Case:
         return len(spent) == 3
 
     def step(self) -> None:
-        """Variants of the whole step, and the peers if asked for, rotated."""
+        """Variants of the whole step, and the peers if asked for: warmed in the order of the parts, timed rotated."""
         options = self.run.options
-        steps: dict[str, Callable[[], Tensor]] = {}
-        for what in options.variants:
-            how, attention, chunk = what.split("/")
-            step = self.make(how, attention, int(chunk))
-            if self.warm(what, step):
-                steps[what] = step
-                self.best = self.best or step
-        if "peers" in options.parts:
-            for what, step in peer_steps(self.problem, self.run.dtype, options.peers, self.run.attempt).items():
-                if self.warm(what, step):
-                    steps[what] = step
+        made: dict[str, Callable[[], Tensor]] = {}
+        for part in options.parts:
+            if part == "peers":
+                made |= peer_steps(self.problem, self.run.dtype, options.peers, self.run.attempt)
+            elif part == "step":
+                named = {what: what.split("/") for what in options.variants}
+                made |= {what: self.make(how, attention, int(chunk)) for what, (how, attention, chunk) in named.items()}
+        steps = {what: step for what, step in made.items() if self.warm(what, step)}
+        self.best = next((steps[what] for what in options.variants if what in steps), None)
         self.show(time_rotated(self.run.device, steps, 2 if options.rehearse else 4, 3))
 
     def make(self, how: str, attention: str, chunk: int, objective: Objective = "ce") -> Callable[[], Tensor]:
