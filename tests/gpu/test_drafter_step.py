@@ -77,11 +77,11 @@ def test_a_drafter_compiled_by_layers():
 
     def gradients(how, make_attend) -> list[Tensor]:
         drafter.zero_grad()
-        document_RT, position_RT, anchor_RA, features_RTC, block_RQD = numbers
+        document_RT, position_RT, anchor_RA, features_RTC, first_RAD = numbers
         attend = make_attend(shape, document_RT, position_RT, anchor_RA)
         block_position_RQ = block_positions(position_RT, anchor_RA, shape.block_size)
         run = compile_drafter(drafter, how)
-        run(features_RTC, position_RT, block_RQD, block_position_RQ, attend).square().mean().backward()
+        run(features_RTC, position_RT, first_RAD, block_position_RQ, attend).square().mean().backward()
         return [weight.grad.clone() for weight in drafter.parameters() if weight.grad is not None]
 
     for found, wanted in zip(gradients("layer", kernel_attend), gradients("nothing", sdpa_attend), strict=True):

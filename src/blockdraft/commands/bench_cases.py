@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blockdraft.data.anchors import default_gamma, position_weights
 from blockdraft.models.attention import bare_flex_attend, compile_flex, flex_attend, sdpa_attend
-from blockdraft.models.blocks import block_positions
+from blockdraft.models.blocks import block_positions, first_tokens
 from blockdraft.models.compiled import How, compile_drafter
 from blockdraft.models.drafter import Drafter, DrafterShape
 from blockdraft.models.ends import Ends
@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     document_RT: Tensor
     position_RT: Tensor
     anchor_RA: Tensor
-    block_RQD: Tensor
+    first_RAD: Tensor
     label_N: Tensor
     weight_N: Tensor
     loss_mask_RT: Tensor
@@ -99,8 +99,6 @@ def make_problem(
         features_RTC = torch.randn(1, num_tokens, len(shape.target_layer_ids) * width, dtype=dtype)
         index_AS = anchor_RA[0, :, None] + torch.arange(1, length)
         weight_S = torch.from_numpy(position_weights(length, default_gamma(length))[1:].copy()).to(device)
-        token_RQ = torch.full((1, num_anchors, length), shape.mask_token_id)
-        token_RQ[..., 0] = ids_RT.gather(1, anchor_RA)
     ends = Ends(embedding, head_VD)
     return Problem(
         shape=shape,
@@ -109,7 +107,7 @@ def make_problem(
         document_RT=torch.zeros_like(position_RT),
         position_RT=position_RT,
         anchor_RA=anchor_RA,
-        block_RQD=ends.embed(token_RQ.flatten(1)),
+        first_RAD=ends.embed(first_tokens(ids_RT, anchor_RA, shape.mask_token_id)),
         label_N=ids_RT[0, index_AS.clamp(max=num_tokens - 1)].flatten(),
         weight_N=(weight_S * (index_AS < num_tokens)).flatten(),
         loss_mask_RT=torch.ones(1, num_tokens, device=device),
@@ -150,7 +148,7 @@ def stack_step(problem: Problem, drafter: Drafter, how: How, attention: Attentio
     def forward() -> Tensor:
         attend = make_attend(problem.shape, problem.document_RT, problem.position_RT, problem.anchor_RA)
         block_position_RQ = block_positions(problem.position_RT, problem.anchor_RA, problem.shape.block_size)
-        return run(problem.features_RTC, problem.position_RT, problem.block_RQD, block_position_RQ, attend)[0]
+        return run(problem.features_RTC, problem.position_RT, problem.first_RAD, block_position_RQ, attend)[0]
 
     return forward
 

@@ -51,6 +51,11 @@ def sdpa_attend(shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, a
     return attend
 
 
+def fits_kernels(head_dim: int) -> bool:
+    """Whether the program's own attention kernels take heads of that width; flex_attention pads any other."""
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+
+
 def compile_flex() -> Callable[..., Any]:
     """flex_attention compiled for fixed shapes. One per worker: call it first in the thread that will use it."""
     return compile_alone(flex_attention)

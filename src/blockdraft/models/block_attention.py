@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blockdraft.models.attention import bare_flex_attend
+from blockdraft.models.attention import bare_flex_attend, fits_kernels
 from blockdraft.models.attention_backward_triton import block_kernel, context_kernel, delta_kernel, query_kernel
 from blockdraft.models.attention_triton import forward_kernel
 from blockdraft.models.block_mask import context_ranges
@@ -322,6 +322,13 @@ def _backward(ctx: Any, upstream_RQHE: Tensor, _log: None) -> tuple[Any, ...]:
 block_attention.register_autograd(_backward, setup_context=_keep)
 
 
+class Seen(NamedTuple):
+    """What layers of a kind see."""
+
+    ranges: Ranges
+    span_RJ4: Tensor
+
+
 def kernel_attend(
     shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor, size: int = 0
 ) -> Attend:
@@ -329,13 +336,19 @@ def kernel_attend(
 
     A head width that is no power of two goes through flex_attention, which pads it.
     """
-    if shape.head_dim & (shape.head_dim - 1) or shape.head_dim < 16:
+    if not fits_kernels(shape.head_dim):
         return bare_flex_attend(shape, document_RT, position_RT, anchor_RA)
-    num_context = position_RT.shape[1]
+    found: dict[tuple[bool, bool], Seen] = {}
     full = Ranges(*context_ranges(position_RT, anchor_RA, shape.block_size, None))
     windowed = full
     if shape.window_layers:
         windowed = Ranges(*context_ranges(position_RT, anchor_RA, shape.block_size, shape.window))
+
+    def see(is_windowed: bool, is_dropped: bool, dtype: torch.dtype) -> Seen:
+        ranges = windowed if is_windowed else full
+        if is_dropped:
+            ranges = Ranges(*(drop_anchors(ends, shape.block_size) for ends in ranges))
+        return Seen(ranges, context_spans(ranges, position_RT.shape[1], choose_tiles(dtype, size).context))
 
     def attend(
         layer: int,
@@ -346,16 +359,20 @@ def kernel_attend(
         block_value_RGQE: Tensor,
     ) -> Tensor:
         is_windowed = layer in shape.window_layers
-        ranges = windowed if is_windowed else full
-        if asking_slots(query_RHQE, block_key_RGQE, shape.block_size) < shape.block_size:
-            ranges = Ranges(*(drop_anchors(ends, shape.block_size) for ends in ranges))
+        is_dropped = asking_slots(query_RHQE, block_key_RGQE, shape.block_size) < shape.block_size
+        if torch.compiler.is_compiling():
+            # Part of each graph: a compiled layer leaves nothing behind for the next one.
+            seen = see(is_windowed, is_dropped, query_RHQE.dtype)
+        else:
+            # Some twenty small kernels, once for layers alike.
+            if (is_windowed, is_dropped) not in found:
+                found[is_windowed, is_dropped] = see(is_windowed, is_dropped, query_RHQE.dtype)
+            seen = found[is_windowed, is_dropped]
         streams = (query_RHQE, context_key_RGTE, context_value_RGTE, block_key_RGQE, block_value_RGQE)
-        # Alike in every layer of a kind, so the compiler makes it once.
-        span_RJ4 = context_spans(ranges, num_context, choose_tiles(query_RHQE.dtype, size).context)
         out_RQHE: Tensor = torch.ops.blockdraft.block_attention(
             *(stream.transpose(1, 2).contiguous() for stream in streams),
-            *ranges,
-            span_RJ4,
+            *seen.ranges,
+            seen.span_RJ4,
             shape.block_size,
             shape.is_causal(shape.window if is_windowed else None),
             size,

@@ -24,12 +24,24 @@ def block_positions(position_RT: Tensor, anchor_RA: Tensor, block_size: int) -> 
     return (start_RA[..., None] + torch.arange(block_size, device=anchor_RA.device)).flatten(1)
 
 
+def first_tokens(input_ids_RT: Tensor, anchor_RA: Tensor, mask_token_id: int) -> Tensor:
+    """The different tokens that blocks are made of, int64 [R, A + 1]: the anchors' (mask token where invalid), mask."""
+    anchor_token_RA = input_ids_RT.gather(1, anchor_RA.clamp(min=0))
+    token_RA = torch.where(anchor_RA >= 0, anchor_token_RA, mask_token_id)
+    return torch.nn.functional.pad(token_RA, (0, 1), value=mask_token_id)
+
+
+def spread_blocks(first_RA: Tensor, block_size: int) -> Tensor:
+    """What is given for `first_tokens`, [R, A + 1, ...], for every block token, [R, Q, ...]: anchor, then masks."""
+    num_anchors = first_RA.shape[1] - 1
+    anchor_RA1, mask_R1 = first_RA[:, :num_anchors, None], first_RA[:, num_anchors:, None]
+    masks = mask_R1.expand(-1, num_anchors, block_size - 1, *first_RA.shape[2:])
+    return torch.cat([anchor_RA1, masks], dim=2).flatten(1, 2)
+
+
 def block_tokens(input_ids_RT: Tensor, anchor_RA: Tensor, block_size: int, mask_token_id: int) -> Tensor:
     """Token ids the drafter reads, int64 [R, Q]: the anchor, then mask tokens; an invalid block is all mask tokens."""
-    token_RAL = torch.full((*anchor_RA.shape, block_size), mask_token_id, device=anchor_RA.device)
-    anchor_token_RA = input_ids_RT.gather(1, anchor_RA.clamp(min=0))
-    token_RAL[..., 0] = torch.where(anchor_RA >= 0, anchor_token_RA, mask_token_id)
-    return token_RAL.flatten(1)
+    return spread_blocks(first_tokens(input_ids_RT, anchor_RA, mask_token_id), block_size)
 
 
 def visibility(

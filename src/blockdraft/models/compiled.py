@@ -1,6 +1,7 @@
 """The drafter's layers compiled for fixed shapes: layer by layer, as one graph, or the attention alone.
 
-R rows, T context tokens, Q block tokens, A anchors, L block size, D width, C captured layers.
+R rows, T context tokens, Q block tokens, A anchors, L block size, D width, C captured layers; [R, A + 1, D] are the
+embeddings of `blocks.first_tokens`: all that blocks are made of.
 """
 
 from collections.abc import Callable
@@ -11,24 +12,28 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from blockdraft.models.blocks import spread_blocks
 from blockdraft.models.drafter import Attend, Drafter, DrafterLayer, Rotation, rotation
+from blockdraft.models.own_layers import KernelDrafter
 
-How = Literal["stack", "layer", "attention", "nothing"]
-"""What becomes one graph. `attention` leaves compiling to the Attend; in the first two it is part of the graph.
+How = Literal["kernels", "stack", "layer", "attention", "nothing"]
+"""How the drafter runs in training: by the program's own kernels, or what of it becomes one compiled graph.
 
-`layer`: layers alike share one compiled version, and the backward makes elementwise results again instead of keeping
-them. `stack`: all layers at once, nothing made twice; it takes minutes to compile.
+`kernels`: models/own_layers.py, nothing is compiled as a graph. `layer`: layers alike share one compiled version, and
+the backward makes elementwise results again instead of keeping them. `stack`: all layers at once, nothing made twice;
+it takes minutes to compile. In these two the attention is part of the graph; `attention` leaves compiling to the
+Attend. `nothing`: plain operations.
 """
 
 
 class RunDrafter(Protocol):
-    """The whole drafter on a pass's features and block embeddings."""
+    """The whole drafter on a pass's features and the embeddings of its blocks."""
 
     def __call__(
         self,
         features_RTC: Tensor,
         context_position_RT: Tensor,
-        block_RQD: Tensor,
+        first_RAD: Tensor,
         block_position_RQ: Tensor,
         attend: Attend,
     ) -> Tensor:
@@ -42,16 +47,19 @@ def compile_drafter(drafter: Drafter, how: How) -> RunDrafter:
     Compiled code is made for the shapes of the first call. The drafter itself stays as it is, for evaluation and
     export.
     """
+    if how == "kernels":
+        return KernelDrafter(drafter)
     if how == "layer":
         return _by_layer(drafter)
 
     def run(
         features_RTC: Tensor,
         context_position_RT: Tensor,
-        block_RQD: Tensor,
+        first_RAD: Tensor,
         block_position_RQ: Tensor,
         attend: Attend,
     ) -> Tensor:
+        block_RQD = spread_blocks(first_RAD, drafter.shape.block_size)
         context_RTD = drafter.project(features_RTC.to(block_RQD.dtype))
         hidden_RND: Tensor = drafter(
             context_RTD, context_position_RT, block_RQD, block_position_RQ, attend, drafted_only=True
@@ -81,24 +89,28 @@ class Kind(NamedTuple):
 def _by_layer(drafter: Drafter) -> RunDrafter:
     shape = drafter.shape
 
-    def prepare(features_RTC: Tensor, context_position_RT: Tensor, block_position_RQ: Tensor) -> Prepared:
+    def prepare(
+        features_RTC: Tensor, context_position_RT: Tensor, first_RAD: Tensor, block_position_RQ: Tensor
+    ) -> tuple[Prepared, Tensor]:
         width, theta, dtype = shape.head_dim, shape.rope_theta, drafter.dtype
-        return Prepared(
+        prepared = Prepared(
             drafter.project(features_RTC.to(dtype)),
             rotation(context_position_RT, width, theta, dtype),
             rotation(block_position_RQ, width, theta, dtype),
         )
+        return prepared, spread_blocks(first_RAD, shape.block_size)
 
     prepared, kinds = compile_alone(prepare), _kinds(drafter)
 
     def run(
         features_RTC: Tensor,
         context_position_RT: Tensor,
-        block_RQD: Tensor,
+        first_RAD: Tensor,
         block_position_RQ: Tensor,
         attend: Attend,
     ) -> Tensor:
-        shared = prepared(features_RTC, context_position_RT, block_position_RQ)
+        block_RQD: Tensor
+        shared, block_RQD = prepared(features_RTC, context_position_RT, first_RAD, block_position_RQ)
         for layer, kind in zip(drafter.layers, kinds, strict=True):
             block_RQD = kind.run(layer, block_RQD, shared, _as_layer(attend, kind.number), kind.drop)
         return block_RQD

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import LossConfig, OptimConfig
-from blockdraft.models.blocks import block_positions, block_tokens
+from blockdraft.models.blocks import block_positions, block_tokens, first_tokens
 from blockdraft.models.compiled import How, RunDrafter, compile_drafter
 from blockdraft.models.drafter import Attend, Drafter, DrafterShape
 from blockdraft.models.ends import Ends
@@ -72,11 +72,11 @@ def drafted_hidden(
 ) -> Tensor:
     """The same of slots 1..L-1 only, [N, D], through the drafter as the worker runs it (compiled or not)."""
     shape = drafter.shape
-    token_RQ = block_tokens(blocks.input_ids_RT, blocks.anchor_RA, shape.block_size, shape.mask_token_id)
+    token_RA = first_tokens(blocks.input_ids_RT, blocks.anchor_RA, shape.mask_token_id)
     return run(
         features_RTC,
         blocks.position_RT,
-        ends.embed(token_RQ).to(drafter.dtype),
+        ends.embed(token_RA).to(drafter.dtype),
         block_positions(blocks.position_RT, blocks.anchor_RA, shape.block_size),
         make_attend(shape, blocks.document_RT, blocks.position_RT, blocks.anchor_RA),
     ).flatten(0, 1)

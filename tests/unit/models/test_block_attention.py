@@ -50,18 +50,22 @@ def outputs_and_gradients(make_attend, shape, numbers, num_slots):
     return [out_RHQE.detach(), *torch.autograd.grad(out_RHQE, streams, upstream_RHQE)]
 
 
-def compare() -> None:
-    """Run in a process of its own, where kernels are interpreted."""
+def let_numbers_index() -> None:
+    """numpy 2.4 makes no number of an array of one element, which the interpreter's loop bounds are."""
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):
-        # numpy 2.4 makes no number of an array of one element, which the interpreter's loop bounds are.
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def compare() -> None:
+    """Run in a process of its own, where kernels are interpreted."""
+    let_numbers_index()
     one = Tile(16, 16, 4, 1)
     # Query tiles larger than key tiles and the reverse; with larger tiles than blocks and smaller ones.
     block_attention.FLOAT32_SIZES = (Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), one),)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blockdraft.models import compiled
 from blockdraft.models.attention import bare_flex_attend, sdpa_attend
-from blockdraft.models.blocks import block_positions
+from blockdraft.models.blocks import block_positions, spread_blocks
 from blockdraft.models.compiled import compile_alone, compile_drafter
 from blockdraft.models.drafter import Drafter, drop_anchors
 from blockdraft.training import buckets
@@ -41,15 +41,15 @@ def inputs(drafter: Drafter, seed: int) -> tuple[Tensor, ...]:
     anchor_RA = torch.tensor([[3, 4, 7, 25]]) if seed else torch.tensor([[2, 8, 30, -1]])
     shape = drafter.shape
     features_RTC = torch.randn(1, 32, drafter.fc.in_features, generator=generator)
-    block_RQD = torch.randn(1, 4 * shape.block_size, shape.hidden_size, generator=generator)
-    return document_RT, position_RT, anchor_RA, features_RTC, block_RQD
+    first_RAD = torch.randn(1, 5, shape.hidden_size, generator=generator)
+    return document_RT, position_RT, anchor_RA, features_RTC, first_RAD
 
 
 def forward(run, drafter: Drafter, make_attend, seed: int) -> Tensor:
-    document_RT, position_RT, anchor_RA, features_RTC, block_RQD = inputs(drafter, seed)
+    document_RT, position_RT, anchor_RA, features_RTC, first_RAD = inputs(drafter, seed)
     block_position_RQ = block_positions(position_RT, anchor_RA, drafter.shape.block_size)
     attend = make_attend(drafter.shape, document_RT, position_RT, anchor_RA)
-    return run(features_RTC, position_RT, block_RQD, block_position_RQ, attend)
+    return run(features_RTC, position_RT, first_RAD, block_position_RQ, attend)
 
 
 OPTIONS = [{}, {"causal": True}, {"window": 5, "window_layers": (0,)}]
@@ -173,11 +173,12 @@ def test_layers_alike_share_a_compiled_version():
 
 def test_leaving_anchors_out_changes_no_other_slot():
     drafter = build()
-    document_RT, position_RT, anchor_RA, features_RTC, block_RQD = inputs(drafter, 1)
+    document_RT, position_RT, anchor_RA, features_RTC, first_RAD = inputs(drafter, 1)
+    block_RQD = spread_blocks(first_RAD, drafter.shape.block_size)
     attend = sdpa_attend(drafter.shape, document_RT, position_RT, anchor_RA)
     block_position_RQ = block_positions(position_RT, anchor_RA, drafter.shape.block_size)
     whole_RQD = drafter(drafter.project(features_RTC), position_RT, block_RQD, block_position_RQ, attend)
-    drafted_RND = compile_drafter(drafter, "nothing")(features_RTC, position_RT, block_RQD, block_position_RQ, attend)
+    drafted_RND = compile_drafter(drafter, "nothing")(features_RTC, position_RT, first_RAD, block_position_RQ, attend)
     wanted_RND = whole_RQD.unflatten(1, (-1, drafter.shape.block_size))[:, :, 1:].flatten(1, 2)
     torch.testing.assert_close(drafted_RND, wanted_RND, atol=1e-6, rtol=1e-5)
 
@@ -185,7 +186,8 @@ def test_leaving_anchors_out_changes_no_other_slot():
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_without_rows_of_anchors_the_same_gradients_for_less_work(options):
     drafter = build(**options)
-    document_RT, position_RT, anchor_RA, features_RTC, block_RQD = inputs(drafter, 1)
+    document_RT, position_RT, anchor_RA, features_RTC, first_RAD = inputs(drafter, 1)
+    block_RQD = spread_blocks(first_RAD, drafter.shape.block_size)
     shape = drafter.shape
     attend = sdpa_attend(shape, document_RT, position_RT, anchor_RA)
     block_position_RQ = block_positions(position_RT, anchor_RA, shape.block_size)

@@ -1,0 +1,323 @@
+"""The drafter in training without a compiler: matrix products, and between them the operations of models/layer_ops.py.
+
+A layer is two autograd Functions with the attention between them, so that gradients reach the weights half a layer at a
+time, while the rest of the backward still runs. Kept for the backward are products, what the attention keeps, and the
+residual stream before each norm; normed states and the MLP's product are made again where the backward needs them.
+Residual sums that are due go into the norm that follows, and gradients of one tensor are added up by the products.
+
+R rows, T context tokens, C features of each, U = R * T rows of context; A anchors, L block size; N rows of a layer's
+input: R * A * L, in the first layer R * (A + 1) (`blocks.first_tokens`: the others are repetitions); M rows of its
+output, in the last layer without slot 0; D width, F = heads * head width, G = key/value heads * head width, I inner
+width, E head width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from blockdraft.models.drafter import Attend, Drafter, DrafterLayer, Rotation, rotation
+from blockdraft.models.layer_ops import EAGER_OPS, Expand, LayerOps, without_first
+
+
+class Rows(NamedTuple):
+    """Which rows a layer reads and makes, and the rotary factors of each stream, [rows, E]."""
+
+    expand: Expand | None
+    """The first layer's: keys and values of every slot."""
+    expand_asking: Expand | None
+    """The same for queries and everything behind them: where it is the last layer too, without slot 0."""
+    drop: int | None
+    """The last layer's block size, unless it is the first too: slot 0 of each block is left out behind the keys."""
+    asking: Rotation
+    block: Rotation
+    context: Rotation
+
+
+class Settings(NamedTuple):
+    """Of a layer's Functions, beside tensors that need gradients."""
+
+    ops: LayerOps
+    eps: float
+    rows: Rows
+
+
+class Entered(NamedTuple):
+    """What `_Enter` makes of a layer's input, before the attention."""
+
+    total_ND: Tensor
+    """The residual stream, without a gradient: it has rows that `residual_MD` has not, or the reverse."""
+    residual_MD: Tensor
+    """No numbers: takes the gradient of the residual stream behind the attention, row by row of the output."""
+    query_MF: Tensor
+    context_key_UG: Tensor
+    context_value_UG: Tensor
+    block_key_QG: Tensor
+    block_value_QG: Tensor
+    context_UD: Tensor
+    """As it came: its gradient goes through all layers, each adding to it in place."""
+
+
+class KernelDrafter:
+    """The whole drafter on a pass's features and the embeddings of its blocks; a RunDrafter (models/compiled.py)."""
+
+    def __init__(self, drafter: Drafter, ops: LayerOps = EAGER_OPS) -> None:
+        self.drafter, self.ops = drafter, ops
+
+    def __call__(
+        self,
+        features_RTC: Tensor,
+        context_position_RT: Tensor,
+        first_RAD: Tensor,
+        block_position_RQ: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """Returns the final-normed hidden states of slots 1..L-1, [R, A * (L - 1), D]."""
+        drafter, num_rows = self.drafter, len(first_RAD)
+        context_UD = self._project(features_RTC.to(drafter.dtype).flatten(0, 1))
+        total, delta = first_RAD.flatten(0, 1), None
+        all_rows = self._rows(first_RAD, context_position_RT, block_position_RQ)
+        for number, (layer, rows) in enumerate(zip(drafter.layers, all_rows, strict=True)):
+            assert isinstance(layer, DrafterLayer)
+            settings = Settings(self.ops, layer.input_layernorm.eps, rows)
+            entered = _enter(layer, settings, total, delta, context_UD)
+            context_UD = entered.context_UD
+            heads = (stream.unflatten(0, (num_rows, -1)) for stream in entered[2:7])
+            width = drafter.shape.head_dim
+            out_RHME = attend(number, *(stream.unflatten(-1, (-1, width)).transpose(1, 2) for stream in heads))
+            attended_MF = out_RHME.transpose(1, 2).flatten(2).flatten(0, 1)
+            total, delta = _leave(layer, settings, entered, attended_MF)
+        hidden_RMD: Tensor = self._norm(total, delta).unflatten(0, (num_rows, -1))
+        return hidden_RMD
+
+    def _project(self, features_UC: Tensor) -> Tensor:
+        norm, weight = self.drafter.hidden_norm, self.drafter.fc.weight
+        context_UD: Tensor = _Project.apply(self.ops, norm.eps, features_UC, weight, norm.weight)  # type: ignore[no-untyped-call]
+        return context_UD
+
+    def _norm(self, total_MD: Tensor, delta_MD: Tensor | None) -> Tensor:
+        norm = self.drafter.norm
+        hidden_MD: Tensor = _FinalNorm.apply(self.ops, norm.eps, total_MD, delta_MD, norm.weight)  # type: ignore[no-untyped-call]
+        return hidden_MD
+
+    def _rows(self, first_RAD: Tensor, context_position_RT: Tensor, block_position_RQ: Tensor) -> list[Rows]:
+        """Of each layer."""
+        shape, dtype = self.drafter.shape, self.drafter.dtype
+        num_layers, length, num_anchors = shape.num_layers, shape.block_size, first_RAD.shape[1] - 1
+
+        def factors(position_RN: Tensor) -> Rotation:
+            return Rotation(
+                *(part.flatten(0, 2) for part in rotation(position_RN, shape.head_dim, shape.rope_theta, dtype))
+            )
+
+        block, context = factors(block_position_RQ), factors(context_position_RT)
+        drafted = Rotation(*(without_first(part, length) for part in block))
+        rows = [Rows(None, None, None, block, block, context) for _ in range(num_layers)]
+        rows[-1] = rows[-1]._replace(asking=drafted, drop=length)
+        whole = Expand(num_anchors, length)
+        asking = whole._replace(first_slot=1) if num_layers == 1 else whole
+        rows[0] = rows[0]._replace(expand=whole, expand_asking=asking, drop=None)
+        return rows
+
+
+def _enter(layer: DrafterLayer, settings: Settings, total: Tensor, delta: Tensor | None, context_UD: Tensor) -> Entered:
+    attention = layer.self_attn
+    made = _Enter.apply(  # type: ignore[no-untyped-call]
+        settings, total, delta, context_UD, layer.input_layernorm.weight,
+        attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight,
+        attention.q_norm.weight, attention.k_norm.weight,
+    )  # fmt: skip
+    return Entered(*made)
+
+
+def _leave(layer: DrafterLayer, settings: Settings, entered: Entered, attended_MF: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream behind the attention, and what the MLP adds to it: the next norm does."""
+    mlp = layer.mlp
+    total_MD, delta_MD = _Leave.apply(  # type: ignore[no-untyped-call]
+        settings, entered.total_ND, entered.residual_MD, attended_MF, layer.self_attn.o_proj.weight,
+        layer.post_attention_layernorm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
+    )  # fmt: skip
+    return total_MD, delta_MD
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x, weight.t())
+
+
+class _Project(Function):
+    """Features to what every layer's context is: product and norm. The features get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ops: LayerOps, eps: float, features_UC: Tensor, weight: Tensor, norm_weight: Tensor
+    ) -> Tensor:
+        made = ops.add_norm(_linear(features_UC, weight), None, norm_weight, eps)
+        ctx.ops = ops
+        ctx.save_for_backward(features_UC, made.total_ND, made.rstd_N, norm_weight)
+        return made.normed_ND
+
+    @staticmethod
+    def backward(ctx: Any, upstream_UD: Tensor) -> tuple[Tensor | None, ...]:
+        features_UC, total_UD, rstd_U, norm_weight = ctx.saved_tensors
+        found = ctx.ops.norm_backward(upstream_UD.contiguous(), total_UD, rstd_U, norm_weight, None, wants_normed=False)
+        return None, None, None, torch.mm(found.total_ND.t(), features_UC), found.weight_D
+
+
+class _FinalNorm(Function):
+    """The last residual sum and its norm."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: LayerOps, eps: float, total_MD: Tensor, delta_MD: Tensor, weight: Tensor) -> Tensor:
+        made = ops.add_norm(total_MD, delta_MD, weight, eps)
+        ctx.ops = ops
+        ctx.save_for_backward(made.total_ND, made.rstd_N, weight)
+        return made.normed_ND
+
+    @staticmethod
+    def backward(ctx: Any, upstream_MD: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.ops.norm_backward(upstream_MD.contiguous(), *ctx.saved_tensors, None, wants_normed=False)
+        return None, None, found.total_ND, found.total_ND, found.weight_D
+
+
+class _Enter(Function):
+    """Residual sum, norm, the products behind it, head norms and rotation: `Entered`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Settings,
+        x_ND: Tensor,
+        delta_ND: Tensor | None,
+        context_UD: Tensor,
+        norm_weight: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        value_weight: Tensor,
+        query_norm: Tensor,
+        key_norm: Tensor,
+    ) -> tuple[Tensor, ...]:
+        (ops, eps, rows), keys = settings, (key_norm, settings.eps)
+        total_ND, normed_ND, rstd_N = ops.add_norm(x_ND, delta_ND, norm_weight, eps)
+        query_NF = _linear(without_first(normed_ND, rows.drop), query_weight)
+        key_NG, value_NG = _linear(normed_ND, key_weight), _linear(normed_ND, value_weight)
+        context_key_UG, context_value_UG = _linear(context_UD, key_weight), _linear(context_UD, value_weight)
+        made = (
+            ops.rotate_heads(query_NF, query_norm, eps, *rows.asking, rows.expand_asking),
+            ops.rotate_heads(context_key_UG, *keys, *rows.context),
+            context_value_UG,
+            ops.rotate_heads(key_NG, *keys, *rows.block, rows.expand),
+            value_NG if rows.expand is None else ops.expand_rows(value_NG, rows.expand),
+        )
+        weights = (norm_weight, query_weight, key_weight, value_weight, query_norm, key_norm)
+        ctx.settings = settings
+        ctx.save_for_backward(total_ND, rstd_N, context_UD, query_NF, key_NG, context_key_UG, *weights)
+        ctx.mark_non_differentiable(total_ND)
+        ctx.set_materialize_grads(False)
+        residual_MD = total_ND.new_empty(()).expand(len(made[0]), total_ND.shape[1])
+        return total_ND, residual_MD, *made, context_UD
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        _total: None,
+        residual_MD: Tensor,
+        query_MF: Tensor,
+        context_key_UG: Tensor,
+        context_value_UG: Tensor,
+        block_key_QG: Tensor,
+        block_value_QG: Tensor,
+        context_UD: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Names of gradients are those of the outputs; of the products behind them, with `d_`."""
+        ops, eps, rows = ctx.settings
+        total_ND, rstd_N, known_UD, query_NF, key_NG, product_UG, *weights = ctx.saved_tensors
+        norm_weight, query_weight, key_weight, value_weight, query_norm, key_norm = weights
+        d_query = ops.rotate_heads_backward(
+            query_MF.contiguous(), query_NF, query_norm, eps, *rows.asking, rows.expand_asking
+        )
+        d_key = ops.rotate_heads_backward(block_key_QG.contiguous(), key_NG, key_norm, eps, *rows.block, rows.expand)
+        d_known = ops.rotate_heads_backward(context_key_UG.contiguous(), product_UG, key_norm, eps, *rows.context)
+        d_value_NG = block_value_QG if rows.expand is None else ops.sum_rows(block_value_QG.contiguous(), rows.expand)
+
+        normed_ND = torch.mm(d_key.x_NF, key_weight).addmm_(d_value_NG, value_weight)
+        if rows.drop is None:
+            normed_ND.addmm_(d_query.x_NF, query_weight)
+        else:
+            asking = normed_ND.unflatten(0, (-1, rows.drop))[:, 1:]
+            asking.add_(torch.mm(d_query.x_NF, query_weight).view(asking.shape))
+        is_first = not ctx.needs_input_grad[1]
+        found = ops.norm_backward(
+            normed_ND, total_ND, rstd_N, norm_weight, None if is_first else residual_MD.contiguous(),
+            wants_normed=True, drop=rows.drop,
+        )  # fmt: skip
+        assert found.normed_ND is not None
+        # In place: the layer behind made this gradient for this one alone.
+        context_UD = (
+            torch.mm(d_known.x_NF, key_weight) if context_UD is None else context_UD.addmm_(d_known.x_NF, key_weight)
+        )
+        context_UD.addmm_(context_value_UG, value_weight)
+        through = None if is_first else found.total_ND
+        return (
+            None,
+            through,
+            through if ctx.needs_input_grad[2] else None,
+            context_UD,
+            found.weight_D,
+            torch.mm(d_query.x_NF.t(), without_first(found.normed_ND, rows.drop)),
+            torch.mm(d_key.x_NF.t(), found.normed_ND).addmm_(d_known.x_NF.t(), known_UD),
+            torch.mm(d_value_NG.t(), found.normed_ND).addmm_(context_value_UG.t(), known_UD),
+            d_query.weight_E,
+            d_key.weight_E + d_known.weight_E,
+        )
+
+
+class _Leave(Function):
+    """Output projection, residual sum, norm and MLP: the sum, and what the MLP adds to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Settings,
+        total_ND: Tensor,
+        residual_MD: Tensor,
+        attended_MF: Tensor,
+        out_weight: Tensor,
+        norm_weight: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        (ops, eps, rows), out_MD = settings, _linear(attended_MF, out_weight)
+        total_MD, normed_MD, rstd_M = ops.add_norm(total_ND, out_MD, norm_weight, eps, rows.expand_asking, rows.drop)
+        del out_MD
+        gate_MI, up_MI = _linear(normed_MD, gate_weight), _linear(normed_MD, up_weight)
+        delta_MD = _linear(ops.swiglu(gate_MI, up_MI), down_weight)
+        weights = (out_weight, norm_weight, gate_weight, up_weight, down_weight)
+        ctx.ops = ops
+        ctx.save_for_backward(attended_MF, total_MD, rstd_M, gate_MI, up_MI, *weights)
+        return total_MD, delta_MD
+
+    @staticmethod
+    def backward(ctx: Any, total_MD: Tensor, delta_MD: Tensor) -> tuple[Tensor | None, ...]:
+        """Names of gradients are those of the outputs; of what is inside, with `d_`."""
+        ops: LayerOps = ctx.ops
+        attended_MF, sum_MD, rstd_M, gate_MI, up_MI, *weights = ctx.saved_tensors
+        out_weight, norm_weight, gate_weight, up_weight, down_weight = weights
+        d_gate_MI, d_up_MI, hidden_MI = ops.swiglu_backward_onto(torch.mm(delta_MD, down_weight), gate_MI, up_MI)
+        d_down = torch.mm(delta_MD.t(), hidden_MI)
+        del hidden_MI
+        d_normed_MD = torch.mm(d_gate_MI, gate_weight).addmm_(d_up_MI, up_weight)
+        found = ops.norm_backward(d_normed_MD, sum_MD, rstd_M, norm_weight, total_MD, wants_normed=True)
+        assert found.normed_ND is not None
+        return (
+            None,
+            None,
+            found.total_ND,
+            torch.mm(found.total_ND, out_weight),
+            torch.mm(found.total_ND.t(), attended_MF),
+            found.weight_D,
+            torch.mm(d_gate_MI.t(), found.normed_ND),
+            torch.mm(d_up_MI.t(), found.normed_ND),
+            d_down,
+        )
