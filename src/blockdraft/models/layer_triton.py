@@ -1,0 +1,278 @@
+"""The operations of a drafter layer through Triton kernels: `LayerOps` for GPUs.
+
+Letters as in models/layer_ops.py, which is the reference; the kernels are in models/layer_kernels.py. P programs, each
+with one line of what is summed over rows.
+"""
+
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from blockdraft.models import layer_kernels as kernels
+from blockdraft.models.layer_ops import Expand, HeadGradient, LayerOps, Normed, NormGradient, SwigluGradient, check_map
+
+NORM_PROGRAMS: Final = 2
+"""Of the norm's backward, which keeps a row of sums in registers, on each multiprocessor."""
+HEAD_PROGRAMS: Final = 8
+"""Of other kernels that sum over rows."""
+NUM_WARPS: Final = 4
+"""Of kernels whose programs take tiles of `TILE` elements."""
+TILE: Final = 4096
+SUM_TILE: Final = 2048
+"""Where sums are kept in registers besides."""
+SWIGLU_TILE: Final = 4096
+SWIGLU_WARPS: Final = 8
+PARTS: Final = 256
+"""Lines that are added up at a time, in columns of `COLUMNS`."""
+COLUMNS: Final = 16
+
+
+class TritonOps:
+    """The fused operations. One kernel each, and where rows are summed one or two more that read little."""
+
+    def add_norm(
+        self,
+        x_ND: Tensor,
+        delta_MD: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        expand: Expand | None = None,
+        drop: int | None = None,
+    ) -> Normed:
+        """As LayerOps."""
+        check_map(delta_MD, expand, drop)
+        read_MD = x_ND if delta_MD is None else delta_MD
+        _check_contiguous(x_ND, read_MD, weight_D)
+        num_rows, width = read_MD.shape
+        total_MD = x_ND if delta_MD is None else torch.empty_like(read_MD, dtype=x_ND.dtype)
+        normed_MD = torch.empty_like(read_MD, dtype=x_ND.dtype)
+        rstd_M = torch.empty(num_rows, dtype=torch.float32, device=x_ND.device)
+        block = triton.next_power_of_2(width)
+        kernels.add_norm_kernel[(num_rows,)](
+            x_ND, read_MD, weight_D, total_MD, normed_MD, rstd_M, 0 if expand is None else expand.num_anchors, eps,
+            D=width, BLOCK=block, HAS_DELTA=delta_MD is not None, EXPAND=expand is not None, DROP=drop is not None,
+            L=_block_size(expand, drop), FIRST=0 if expand is None else expand.first_slot, num_warps=_row_warps(block),
+        )  # fmt: skip
+        return Normed(total_MD, normed_MD, rstd_M)
+
+    def norm_backward(
+        self,
+        upstream_ND: Tensor,
+        total_ND: Tensor,
+        rstd_N: Tensor,
+        weight_D: Tensor,
+        residual_MD: Tensor | None,
+        *,
+        wants_normed: bool,
+        drop: int | None = None,
+    ) -> NormGradient:
+        """As LayerOps."""
+        assert residual_MD is not None or drop is None, "only a residual can lack rows"
+        beside_MD = total_ND if residual_MD is None else residual_MD
+        _check_contiguous(upstream_ND, total_ND, rstd_N, weight_D, beside_MD)
+        num_rows, width = total_ND.shape
+        gradient_ND = torch.empty_like(total_ND)
+        normed_ND = torch.empty_like(total_ND) if wants_normed else None
+        num_programs = min(num_rows, _num_processors(total_ND) * NORM_PROGRAMS)
+        part_PD = torch.empty(num_programs, width, dtype=torch.float32, device=total_ND.device)
+        block = triton.next_power_of_2(width)
+        kernels.norm_backward_kernel[(num_programs,)](
+            upstream_ND, total_ND, rstd_N, weight_D, beside_MD, gradient_ND,
+            gradient_ND if normed_ND is None else normed_ND, part_PD, num_rows,
+            D=width, BLOCK=block, HAS_RESIDUAL=residual_MD is not None, HAS_NORMED=wants_normed,
+            L=_block_size(None, drop), DROP=drop is not None, num_warps=_row_warps(block),
+        )  # fmt: skip
+        return NormGradient(gradient_ND, _sum_lines(part_PD, weight_D), normed_ND)
+
+    def rotate_heads(
+        self,
+        x_NF: Tensor,
+        weight_E: Tensor,
+        eps: float,
+        cos_ME: Tensor,
+        sin_ME: Tensor,
+        expand: Expand | None = None,
+    ) -> Tensor:
+        """As LayerOps."""
+        _check_contiguous(x_NF, weight_E, cos_ME, sin_ME)
+        width, dim = x_NF.shape[1], len(weight_E)
+        num_made = len(x_NF) if expand is None else expand.num_made(len(x_NF))
+        assert cos_ME.shape == sin_ME.shape == (num_made, dim), "a row of factors for each row that is made"
+        out_MF = torch.empty(num_made, width, dtype=x_NF.dtype, device=x_NF.device)
+        half, tile = _tile(dim, TILE)
+        kernels.rotate_kernel[(triton.cdiv(num_made * (width // dim), tile),)](
+            x_NF, weight_E, cos_ME, sin_ME, out_MF, num_made, 0 if expand is None else expand.num_anchors, eps,
+            H=width // dim, E=dim, TILE=tile, HALF=half, L=_block_size(expand, None),
+            FIRST=0 if expand is None else expand.first_slot, EXPAND=expand is not None, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return out_MF
+
+    def rotate_heads_backward(
+        self,
+        upstream_MF: Tensor,
+        x_NF: Tensor,
+        weight_E: Tensor,
+        eps: float,
+        cos_ME: Tensor,
+        sin_ME: Tensor,
+        expand: Expand | None = None,
+    ) -> HeadGradient:
+        """As LayerOps."""
+        _check_contiguous(upstream_MF, x_NF, weight_E, cos_ME, sin_ME)
+        num_rows, num_heads, dim = len(x_NF), x_NF.shape[1] // len(weight_E), len(weight_E)
+        gradient_NF = _new_gradient(num_rows, x_NF, expand)
+        groups = 0
+        if expand is not None:
+            groups = num_rows // (expand.num_anchors + 1)
+            # Of slot 0, where that was made.
+            num_rows = 0 if expand.first_slot else groups * expand.num_anchors
+        half, tile = _tile(dim, SUM_TILE)
+        num_programs = min(triton.cdiv(num_rows * num_heads, tile), _num_processors(x_NF) * HEAD_PROGRAMS)
+        part_PE = torch.empty(num_programs + groups * num_heads, dim, dtype=torch.float32, device=x_NF.device)
+        if num_rows:
+            kernels.rotate_backward_kernel[(num_programs,)](
+                upstream_MF, x_NF, weight_E, cos_ME, sin_ME, gradient_NF, part_PE, num_rows,
+                0 if expand is None else expand.num_anchors, eps,
+                H=num_heads, E=dim, TILE=tile, HALF=half, L=_block_size(expand, None), EXPAND=expand is not None,
+                num_warps=NUM_WARPS,
+            )  # fmt: skip
+        if expand is not None:
+            sum_RPF = _turn_back(upstream_MF, cos_ME, sin_ME, groups, num_heads, expand)
+            kernels.mask_row_kernel[(num_heads, groups)](
+                sum_RPF, x_NF, weight_E, gradient_NF, part_PE, sum_RPF.shape[1], expand.num_anchors, num_programs, eps,
+                H=num_heads, E=dim, PARTS=64, HALF=half, num_warps=NUM_WARPS,
+            )  # fmt: skip
+        return HeadGradient(gradient_NF, _sum_lines(part_PE, weight_E))
+
+    def expand_rows(self, x_NF: Tensor, expand: Expand) -> Tensor:
+        """As LayerOps."""
+        _check_contiguous(x_NF)
+        num_made, width = expand.num_made(len(x_NF)), x_NF.shape[1]
+        out_MF = torch.empty(num_made, width, dtype=x_NF.dtype, device=x_NF.device)
+        block = min(1024, triton.next_power_of_2(width))
+        rows = TILE // block
+        kernels.expand_kernel[(triton.cdiv(num_made, rows), triton.cdiv(width, block))](
+            x_NF, out_MF, num_made, expand.num_anchors,
+            F=width, ROWS=rows, BLOCK=block, L=expand.block_size, FIRST=expand.first_slot, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return out_MF
+
+    def sum_rows(self, upstream_MF: Tensor, expand: Expand) -> Tensor:
+        """As LayerOps."""
+        _check_contiguous(upstream_MF)
+        num_rows, width = expand.num_read(len(upstream_MF)), upstream_MF.shape[1]
+        gradient_NF = _new_gradient(num_rows, upstream_MF, expand)
+        groups = num_rows // (expand.num_anchors + 1)
+        block = min(512, triton.next_power_of_2(width))
+        rows = TILE // block
+        columns = triton.cdiv(width, block)
+        num_parts = _num_parts(upstream_MF, expand.num_anchors * expand.num_slots, rows, columns * groups)
+        sum_RPF = torch.empty(groups, num_parts, width, dtype=torch.float32, device=upstream_MF.device)
+        kernels.sum_kernel[(num_parts, columns, groups)](
+            upstream_MF, gradient_NF, sum_RPF, expand.num_anchors,
+            F=width, ROWS=rows, BLOCK=block, L=expand.block_size, FIRST=expand.first_slot, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        _reduce(sum_RPF, gradient_NF, expand.num_anchors, expand.num_anchors + 1)
+        return gradient_NF
+
+    def swiglu(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+        """As LayerOps."""
+        _check_contiguous(gate_NI, up_NI)
+        out_NI, size = torch.empty_like(gate_NI), gate_NI.numel()
+        kernels.swiglu_kernel[(triton.cdiv(size, SWIGLU_TILE),)](
+            gate_NI, up_NI, out_NI, size // _chunk(size), CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=SWIGLU_WARPS
+        )
+        return out_NI
+
+    def swiglu_backward_onto(self, upstream_NI: Tensor, gate_NI: Tensor, up_NI: Tensor) -> SwigluGradient:
+        """As LayerOps."""
+        _check_contiguous(upstream_NI, gate_NI, up_NI)
+        found = SwigluGradient(torch.empty_like(gate_NI), torch.empty_like(up_NI), upstream_NI)
+        size = gate_NI.numel()
+        kernels.swiglu_backward_kernel[(triton.cdiv(size, SWIGLU_TILE),)](
+            upstream_NI, gate_NI, up_NI, found.gate_NI, found.up_NI, size // _chunk(size),
+            CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=SWIGLU_WARPS,
+        )  # fmt: skip
+        return found
+
+
+TRITON_OPS: Final[LayerOps] = TritonOps()
+
+
+def _turn_back(
+    upstream_MF: Tensor, cos_ME: Tensor, sin_ME: Tensor, groups: int, num_heads: int, expand: Expand
+) -> Tensor:
+    """Gradients before the rotation of each batch row's later slots, as sums of some of its tokens each: [R, P, F]."""
+    dim = cos_ME.shape[1]
+    half, tile = _tile(dim, TILE)
+    heads = min(8, tile, triton.next_power_of_2(num_heads))
+    rows = tile // heads
+    columns = triton.cdiv(num_heads, heads)
+    num_parts = _num_parts(upstream_MF, expand.num_anchors * expand.num_slots, rows, columns * groups)
+    sum_RPF = torch.empty(groups, num_parts, num_heads * dim, dtype=torch.float32, device=upstream_MF.device)
+    kernels.turn_back_kernel[(num_parts, columns, groups)](
+        upstream_MF, cos_ME, sin_ME, sum_RPF, expand.num_anchors,
+        H=num_heads, E=dim, HEADS=heads, ROWS=rows, HALF=half, L=expand.block_size, FIRST=expand.first_slot,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return sum_RPF
+
+
+def _sum_lines(part_PD: Tensor, weight_D: Tensor) -> Tensor:
+    """The gradient of a weight from the programs' shares."""
+    gradient_D = torch.empty_like(weight_D)
+    _reduce(part_PD[None], gradient_D, 0, 1)
+    return gradient_D
+
+
+def _reduce(part_RPD: Tensor, out: Tensor, first: int, step: int) -> None:
+    """Sums over P, of group r into row first + r * step."""
+    groups, num_parts, width = part_RPD.shape
+    kernels.reduce_kernel[(triton.cdiv(width, COLUMNS), groups)](
+        part_RPD, out, num_parts, first, step, D=width, PARTS=PARTS, BLOCK=COLUMNS, num_warps=8
+    )
+
+
+def _new_gradient(num_rows: int, like_MF: Tensor, expand: Expand | None) -> Tensor:
+    # The anchors' rows take no part where slot 0 is not made.
+    make = torch.zeros if expand is not None and expand.first_slot else torch.empty
+    return make(num_rows, like_MF.shape[1], dtype=like_MF.dtype, device=like_MF.device)
+
+
+def _num_parts(like: Tensor, num_rows: int, rows: int, others: int) -> int:
+    """Programs that share a batch row's tokens: enough to fill the GPU, and each with a few turns to its one line."""
+    few_turns = int(triton.cdiv(num_rows, 4 * rows))
+    return max(1, min(few_turns, int(triton.cdiv(_num_processors(like) * HEAD_PROGRAMS, others))))
+
+
+def _num_processors(like: Tensor) -> int:
+    # The interpreter, in tests, takes one program after the other.
+    return int(torch.cuda.get_device_properties(like.device).multi_processor_count) if like.is_cuda else 1
+
+
+def _tile(dim: int, size: int) -> tuple[int, int]:
+    """Half a head as a power of two, and heads to a tile of `size` elements."""
+    assert dim % 2 == 0, "a head has two halves"
+    half = triton.next_power_of_2(dim // 2)
+    return half, max(1, size // (2 * half))
+
+
+def _block_size(expand: Expand | None, drop: int | None) -> int:
+    """One where rows are as they are: the kernel does not read it."""
+    return expand.block_size if expand is not None else drop if drop is not None else 1
+
+
+def _row_warps(block: int) -> int:
+    """16 elements of a row to a thread."""
+    return min(16, max(1, block // 512))
+
+
+def _chunk(size: int) -> int:
+    # 8 numbers of 16 bits are one access of 16 bytes.
+    return 8 if size % 8 == 0 else 1
+
+
+def _check_contiguous(*tensors: Tensor) -> None:
+    assert all(tensor.is_contiguous() for tensor in tensors), "the kernels count rows by their width"
