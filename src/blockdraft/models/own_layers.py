@@ -62,8 +62,10 @@ class Entered(NamedTuple):
 class KernelDrafter:
     """The whole drafter on a pass's features and the embeddings of its blocks; a RunDrafter (models/compiled.py)."""
 
-    def __init__(self, drafter: Drafter, ops: LayerOps = EAGER_OPS) -> None:
-        self.drafter, self.ops = drafter, ops
+    def __init__(self, drafter: Drafter, ops: LayerOps | None = None) -> None:
+        """`ops`: those of the drafter's device unless told otherwise."""
+        self.drafter = drafter
+        self.ops = choose_ops(drafter.device) if ops is None else ops
 
     def __call__(
         self,
@@ -119,6 +121,16 @@ class KernelDrafter:
         asking = whole._replace(first_slot=1) if num_layers == 1 else whole
         rows[0] = rows[0]._replace(expand=whole, expand_asking=asking, drop=None)
         return rows
+
+
+def choose_ops(device: torch.device) -> LayerOps:
+    """One pass over memory for each operation on a GPU, the plain operations elsewhere."""
+    if device.type != "cuda":
+        return EAGER_OPS
+    # Only GPUs have Triton.
+    from blockdraft.models.layer_triton import TRITON_OPS
+
+    return TRITON_OPS
 
 
 def _enter(layer: DrafterLayer, settings: Settings, total: Tensor, delta: Tensor | None, context_UD: Tensor) -> Entered:
@@ -295,18 +307,22 @@ class _Leave(Function):
         delta_MD = _linear(ops.swiglu(gate_MI, up_MI), down_weight)
         weights = (out_weight, norm_weight, gate_weight, up_weight, down_weight)
         ctx.ops = ops
-        ctx.save_for_backward(attended_MF, total_MD, rstd_M, gate_MI, up_MI, *weights)
+        ctx.save_for_backward(attended_MF, total_MD, rstd_M, *weights)
+        # Not among the saved: those stay until the backward of this half is over, and these are the largest.
+        ctx.products = [gate_MI, up_MI]
         return total_MD, delta_MD
 
     @staticmethod
     def backward(ctx: Any, total_MD: Tensor, delta_MD: Tensor) -> tuple[Tensor | None, ...]:
         """Names of gradients are those of the outputs; of what is inside, with `d_`."""
         ops: LayerOps = ctx.ops
-        attended_MF, sum_MD, rstd_M, gate_MI, up_MI, *weights = ctx.saved_tensors
+        attended_MF, sum_MD, rstd_M, *weights = ctx.saved_tensors
         out_weight, norm_weight, gate_weight, up_weight, down_weight = weights
-        d_gate_MI, d_up_MI, hidden_MI = ops.swiglu_backward_onto(torch.mm(delta_MD, down_weight), gate_MI, up_MI)
+        upstream_MI = torch.mm(delta_MD, down_weight)
+        d_gate_MI, d_up_MI, hidden_MI = ops.swiglu_backward_onto(upstream_MI, *ctx.products)
+        ctx.products.clear()
         d_down = torch.mm(delta_MD.t(), hidden_MI)
-        del hidden_MI
+        del upstream_MI, hidden_MI
         d_normed_MD = torch.mm(d_gate_MI, gate_weight).addmm_(d_up_MI, up_weight)
         found = ops.norm_backward(d_normed_MD, sum_MD, rstd_M, norm_weight, total_MD, wants_normed=True)
         assert found.normed_ND is not None

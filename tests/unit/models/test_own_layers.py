@@ -4,6 +4,9 @@ R rows, T context tokens, A anchors, L block size, D width.
 """
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.blocks import block_positions
 from blockdraft.models.compiled import compile_drafter
 from blockdraft.models.drafter import Drafter
+from blockdraft.models.layer_ops import EAGER_OPS
+from blockdraft.models.own_layers import KernelDrafter
 from blockdraft.training import buckets
 from blockdraft.training.buckets import GradientBuckets
 from integration.tiny import tiny_drafter, tiny_target
@@ -206,3 +211,33 @@ def test_ranges_of_the_context_are_made_once_for_layers_alike(monkeypatch):
     forward(compile_drafter(drafter, "kernels"), drafter, problem(drafter), block_attention.kernel_attend)
     # Full, windowed, and the last layer's without slot 0.
     assert counted == [16, 16, 12]
+
+
+def compare() -> None:
+    """Run in a process of its own, where kernels are interpreted: theirs and the attention's, beside plain ones."""
+    from blockdraft.models.block_attention import kernel_attend
+    from blockdraft.models.layer_triton import TRITON_OPS
+    from unit.models.test_block_attention import let_numbers_index
+
+    let_numbers_index()
+    # First, middle and last layers, and one that is all of these.
+    for options in ({"num_layers": 3, "window": 5, "window_layers": (0, 1)}, {"num_layers": 1, "causal": True}):
+        drafter = build(head_dim=16, **options)
+        numbers = problem(drafter)
+        plain = results(KernelDrafter(drafter, EAGER_OPS), drafter, numbers)
+        found = results(KernelDrafter(drafter, TRITON_OPS), drafter, numbers, kernel_attend)
+        for name, wanted in plain.items():
+            far = distance(found[name], wanted)
+            assert far < 1e-5, (options, name, far)
+    sys.stdout.write("interpreted alike\n")
+
+
+def test_with_interpreted_kernels_numbers_and_gradients_are_the_same():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
+    code = "from unit.models.test_own_layers import compare; compare()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interpreted alike" in done.stdout
