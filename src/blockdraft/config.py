@@ -117,12 +117,17 @@ class LossConfig:
         return self.objective == "kl" or self.labels == "argmax"
 
 
+LOW_BETA: typing.Final = 0.99
+"""Largest beta whose averages bfloat16 can hold: gradients that vanish still make them fall by 1% a step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and schedule."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: torch.optim.Muon for the matrices, AdamW for the rest."""
+    optimizer: Literal["adamw", "adamw_bf16", "muon"] = "adamw"
+    """adamw_bf16: AdamW that keeps its moments in bfloat16. muon: torch.optim.Muon for the matrices, AdamW for the
+    rest."""
     lr: float = 6e-4
     """Of the matrices; Muon wants about 0.02."""
     norm_lr: float | None = None
@@ -153,6 +158,12 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name} must be a number from 0 up, got {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas must be two numbers from 0 up and below 1, got {self.betas}")
+        if self.optimizer == "adamw_bf16" and max(self.betas) > LOW_BETA:
+            raise ConfigError(
+                f"optim.betas: adamw_bf16 keeps averages in bfloat16, which steps that change them by less than 1 in "
+                f"256 leave as they are; expected at most {LOW_BETA}, found {self.betas}; lower them, or take "
+                "optim.optimizer adamw"
+            )
         if not self.clip > 0:
             raise ConfigError(f"optim.clip must be above 0 (a large number clips nothing), got {self.clip}")
         for name, value in (("warmup", self.warmup), ("decay", self.decay)):

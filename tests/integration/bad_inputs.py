@@ -137,6 +137,11 @@ expect("Configuration", "no epochs", lambda _: RunConfig(epochs=0.0))
 expect("Configuration", "clipping at 0", lambda _: OptimConfig(clip=0.0))
 expect("Configuration", "a learning rate below 0", lambda _: OptimConfig(lr=-6e-4))
 expect("Configuration", "a beta of 1", lambda _: OptimConfig(betas=(0.9, 1.0)))
+expect(
+    "Configuration",
+    "a beta that bfloat16 moments cannot follow",
+    lambda _: OptimConfig(optimizer="adamw_bf16", betas=(0.9, 0.999)),
+)
 expect("Configuration", "a seed below 0", lambda _: RunConfig(seed=-1))
 expect("Configuration", "a warm-up of 20 steps instead of a share", lambda _: OptimConfig(warmup=20.0))
 expect("Configuration", "chunks of no rows", lambda _: LossConfig(chunk_rows=0))

@@ -23,6 +23,7 @@ VARIANTS = {
     "reuse": {"runtime": {"reuse": 3}},
     "keep_features": {"runtime": {"keep_features": True, "targets": ("cpu", "cpu")}},
     "accumulation": {"optim": {"accumulation": 2}, "runtime": {"reuse": 3}},
+    "adamw_bf16": {"optim": {"optimizer": "adamw_bf16", "weight_decay": 0.01}, "drafter": {"dtype": "bfloat16"}},
     "muon": {"optim": {"optimizer": "muon", "weight_decay": 0.01}},
     "bfloat16": {"drafter": {"dtype": "bfloat16"}, "loss": {"draft_vocab": "data"}},
 }

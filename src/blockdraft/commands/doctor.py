@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MOST_FAILURES = 125
 """Exit codes above it mean something else to a shell."""
-MASTER_BYTES = 12
-"""Of a drafter's parameter in a checkpoint, beside its weight: float32 master and two moments."""
+MASTER_BYTES = 4
+"""Of a drafter's parameter in a checkpoint, beside its weight and its moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +169,14 @@ def _whole(config: RunConfig) -> "Iterator[Finding]":
 
 def _disk(config: RunConfig, checked: "Checked") -> "Finding":
     from blockdraft.models.target import DTYPES, choose_dtype
-    from blockdraft.runtime.memory_plan import drafter_parameters, spell_bytes
+    from blockdraft.runtime.memory_plan import drafter_parameters, moments_bytes, spell_bytes
 
     directory = Path(config.run_dir).absolute()
     free = shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
     weight_bytes = DTYPES[choose_dtype(config.drafter.dtype, config.runtime.drafters[0])].itemsize
+    one = weight_bytes + MASTER_BYTES + moments_bytes(config)
     # The newest ones, the best, and the one being written.
-    need = drafter_parameters(checked.shape) * (weight_bytes + MASTER_BYTES) * (config.keep_last + 2)
+    need = drafter_parameters(checked.shape) * one * (config.keep_last + 2)
     result = (
         f"the last {config.keep_last} checkpoints, the best and one being written take {spell_bytes(need)}, "
         f"{spell_bytes(free)} free"

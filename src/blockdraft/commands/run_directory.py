@@ -16,7 +16,7 @@ import transformers
 
 from blockdraft.commands.build import Built
 from blockdraft.config import ConfigError, RunConfig, to_json
-from blockdraft.training.checkpoint import SPARE_BYTES, Contents, check_space, list_checkpoints
+from blockdraft.training.checkpoint import Contents, check_space, list_checkpoints
 
 
 def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_left: int) -> None:
@@ -33,16 +33,11 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
         raise ConfigError(
             f"run_dir {run_dir}: expected a directory that can be written, {there} is none; choose another --run-dir"
         )
-    # Moments of a new run are not there yet; no optimizer has more than two for each weight.
-    masters = sum(tensor.numel() for name, tensor in contents.moments.items() if name.startswith("master."))
-    one = (
-        sum(tensor.numel() * tensor.element_size() for tensor in contents.weights.values()) + 12 * masters + SPARE_BYTES
-    )
     # The newest ones, the best, and the one being written.
     copies = min(-(-steps_left // config.save_every), config.keep_last + 2)
     root = run_dir / "checkpoints"
     there_already = sum(file.stat().st_size for found in list_checkpoints(root) for file in found.iterdir())
-    check_space(root, copies * one - there_already, f"a run that keeps {copies} checkpoints at a time")
+    check_space(root, copies * contents.num_bytes() - there_already, f"a run that keeps {copies} checkpoints at a time")
 
 
 @contextmanager

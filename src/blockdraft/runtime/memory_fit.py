@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from blockdraft.config import ConfigError, DataConfig, RunConfig
+from blockdraft.config import LOW_BETA, ConfigError, DataConfig, RunConfig
 from blockdraft.data.packing import budget_bucket
 from blockdraft.runtime.memory_plan import HOST, MemoryPlan, Sizes, plan_memory, spell_bytes
 
@@ -86,6 +86,9 @@ def _with(config: RunConfig, data: DataConfig) -> RunConfig:
 def _moves(config: RunConfig, sizes: Sizes, device: str) -> Iterator[tuple[str, RunConfig, Sizes]]:
     """Changes of type and place."""
     runtime, is_gpu = config.runtime, device.startswith("cuda")
+    if config.optim.optimizer == "adamw" and max(config.optim.betas) <= LOW_BETA:
+        rounded = replace(config.optim, optimizer="adamw_bf16")
+        yield "--optim.optimizer adamw_bf16 (moments in bfloat16)", replace(config, optim=rounded), sizes
     muon = replace(config.optim, optimizer="muon")
     yield "--optim.optimizer muon (with a learning rate of its own)", replace(config, optim=muon), sizes
     if is_gpu:

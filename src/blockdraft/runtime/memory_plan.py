@@ -149,12 +149,12 @@ def drafter_parameters(shape: DrafterShape) -> int:
 def checkpoint_bytes(config: RunConfig, shape: DrafterShape) -> int:
     """Of one drafter's weights, masters and moments, copied to the host to be written; masters may be the weights."""
     width = BYTES[config.drafter.dtype]
-    return drafter_parameters(shape) * ((width if width != 4 else 0) + 4 + _moments_bytes(config))
+    return drafter_parameters(shape) * ((width if width != 4 else 0) + 4 + moments_bytes(config))
 
 
-def _moments_bytes(config: RunConfig) -> int:
-    # Muon keeps one moment of a matrix, AdamW two; norms are too small to tell.
-    return 4 * (1 if config.optim.optimizer == "muon" else 2)
+def moments_bytes(config: RunConfig) -> int:
+    """Of a parameter's moments. Muon keeps one of a matrix, AdamW two; norms are too small to tell."""
+    return {"adamw": 8, "adamw_bf16": 4, "muon": 4}[config.optim.optimizer]
 
 
 def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Part]:
@@ -163,7 +163,7 @@ def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Par
     yield Part(device, "drafter weights", count * width, False)
     if width != 4:
         yield Part(device, "masters", count * 4, False)
-    yield Part(device, "moments", count * _moments_bytes(config), False)
+    yield Part(device, "moments", count * moments_bytes(config), False)
     is_added = not _is_fused(config, device) or config.optim.accumulation > len(config.runtime.drafters)
     # The fused update frees gradients behind each step; otherwise they stay, zeroed.
     yield Part(device, "gradients", count * 4 if is_added else 0, _is_fused(config, device))
@@ -181,7 +181,7 @@ def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Par
 
 def _is_fused(config: RunConfig, device: str) -> bool:
     """Whether one kernel updates all weights, which reads the gradients of a step's only micro-batch as they are."""
-    return device.startswith("cuda") and config.drafter.dtype == "bfloat16" and config.optim.optimizer == "adamw"
+    return device.startswith("cuda") and config.drafter.dtype == "bfloat16" and config.optim.optimizer != "muon"
 
 
 class Counts(NamedTuple):

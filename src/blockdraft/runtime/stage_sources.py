@@ -14,8 +14,9 @@ TARGET_EFFICIENCY: Final = 0.70
 """Share of the matrix rate that a target's forward reaches over document tokens, padding counted as lost."""
 DRAFTER_EFFICIENCY: Final = 0.73
 """The same for the drafter's step, without the update."""
-UPDATE_BYTES: Final = 30
-"""Of a parameter, that an update moves: gradient, master, two moments read, three written, weight."""
+UPDATE_BYTES: Final = {"adamw": 30, "adamw_bf16": 22, "muon": 30}
+"""Of a parameter, that an update moves: the gradient read twice, master and moments read and written, the weight
+written. Muon's products are not counted."""
 MEMORY_GB_S: Final = 4000.0
 """Of an H200, as reached by one pass over large arrays."""
 WARM_SAMPLES: Final = 1
@@ -94,7 +95,7 @@ def estimated_rates(
     kept = outline.kept_layers(shape.target_layer_ids, to_end=config.loss.needs_final_states)
     target_tok_s = rate_tflops * 1e12 * TARGET_EFFICIENCY / (2 * sum(outline.layers[:kept]))
     step_s = step_flops(config, shape) / (rate_tflops * 1e12 * DRAFTER_EFFICIENCY)
-    update_s = drafter_parameters(shape) * UPDATE_BYTES / (MEMORY_GB_S * 1e9)
+    update_s = drafter_parameters(shape) * UPDATE_BYTES[config.optim.optimizer] / (MEMORY_GB_S * 1e9)
     accumulation = max(1, config.optim.accumulation // len(config.runtime.drafters))
     return Rates(
         target_tok_s,

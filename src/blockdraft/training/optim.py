@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.config import ConfigError, OptimConfig
+from blockdraft.training.adamw_bf16 import LowAdamW
 
 
 def lr_scale(step: int, total_steps: int, config: OptimConfig) -> float:
@@ -39,7 +40,10 @@ class FusedUpdate(Protocol):
 
 
 class MasterOptimizer:
-    """AdamW, or Muon for matrices with AdamW for the rest, on float32 masters of a module's weights."""
+    """AdamW, or Muon for matrices with AdamW for the rest, on float32 masters of a module's weights.
+
+    Moments are there from the beginning, at addresses that never change.
+    """
 
     def __init__(self, module: nn.Module, config: OptimConfig) -> None:
         self.config = config
@@ -57,19 +61,20 @@ class MasterOptimizer:
         self._is_kept = False
         device = next(iter(self.weights.values())).device
         is_low = all(weight.dtype in (torch.bfloat16, torch.float16) for weight in self.weights.values())
-        self._is_fused = device.type == "cuda" and is_low and config.optimizer == "adamw"
+        self._is_fused = device.type == "cuda" and is_low and config.optimizer != "muon"
         """Whether one kernel updates everything."""
         self._fused: FusedUpdate | None = None
         matrices = [master for master in self.masters.values() if master.dim() == 2]
         others = [master for master in self.masters.values() if master.dim() != 2]
-        decay = config.weight_decay
         self.parts: dict[str, torch.optim.Optimizer] = {
-            "matrices": torch.optim.Muon(matrices, weight_decay=decay)
+            "matrices": torch.optim.Muon(matrices, weight_decay=config.weight_decay)
             if config.optimizer == "muon"
-            else torch.optim.AdamW(matrices, betas=config.betas, weight_decay=decay, fused=True),
-            "norms": torch.optim.AdamW(others, betas=config.betas, weight_decay=decay, fused=True),
+            else _adamw(matrices, config),
+            "norms": _adamw(others, config),
         }
         self.peaks = {"matrices": config.lr, "norms": config.lr if config.norm_lr is None else config.norm_lr}
+        for part in self.parts.values():
+            _begin(part, torch.bfloat16 if config.optimizer == "adamw_bf16" else torch.float32)
         self.skipped = torch.zeros((), device=device)
 
     def _made(self, name: str, _weight: Tensor) -> None:
@@ -153,9 +158,6 @@ class MasterOptimizer:
             for group in part.param_groups:
                 for master in group["params"]:
                     state = part.state[master]
-                    if not state:
-                        state["step"] = torch.zeros((), device=master.device)
-                        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
                     slots[id(master)] = Slot(
                         master, master, state["exp_avg"], state["exp_avg_sq"], self.peaks[part_name]
                     )
@@ -212,32 +214,42 @@ class MasterOptimizer:
         Raises:
             ConfigError: the tensors belong to another optimizer or another drafter.
         """
-        masters = {name.removeprefix("master."): value for name, value in tensors.items() if name.startswith("master.")}
-        if set(masters) != set(self.masters):
-            odd = sorted(set(masters) ^ set(self.masters))
-            raise ConfigError(f"the checkpoint's weights are not this drafter's: {odd[0]} is in only one of them")
-        for name, value in masters.items():
-            self.masters[name].copy_(value)
+        held = self.state_tensors()
+        masters = {name for name in tensors if name.startswith("master.")}
+        if odd := sorted(masters ^ {name for name in held if name.startswith("master.")}):
+            name = odd[0].removeprefix("master.")
+            raise ConfigError(f"the checkpoint's weights are not this drafter's: {name} is in only one of them")
+        # A checkpoint of something that never trained has masters only.
+        if set(tensors) != masters and (odd := sorted(set(tensors) ^ set(held))):
+            raise ConfigError(
+                f"the checkpoint's moments are not those of optim.optimizer {self.config.optimizer}: {odd[0]} is in "
+                "only one of them; take the optimizer that wrote it"
+            )
+        self.reset_moments()
+        for name, value in tensors.items():
+            if value.dtype != held[name].dtype:
+                raise ConfigError(
+                    f"the checkpoint holds {name} as {value.dtype}, optim.optimizer {self.config.optimizer} keeps it "
+                    f"as {held[name].dtype}; take the optimizer that wrote it"
+                )
+            held[name].copy_(value)
         if self._owns_masters:
             torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
-        self._fused = None  # It has the addresses of the moments that go.
-        for part_name, part in self.parts.items():
-            part.state.clear()
-            names = {id(master): name for name, master in self.masters.items()}
-            for group in part.param_groups:
-                for master in group["params"]:
-                    self._load_moments(part_name, part, master, names[id(master)], tensors)
-        stray = {name.split(".")[0] for name in tensors} - {"master", *self.parts}
-        if stray:
-            raise ConfigError(f"the checkpoint holds moments of {sorted(stray)}, this run uses {sorted(self.parts)}")
 
-    @staticmethod
-    def _load_moments(
-        part_name: str, part: torch.optim.Optimizer, master: Tensor, name: str, tensors: dict[str, Tensor]
-    ) -> None:
-        for full_name, value in tensors.items():
-            if full_name.startswith(f"{part_name}.") and full_name.endswith(f".{name}"):
-                key = full_name.removeprefix(f"{part_name}.").removesuffix(f".{name}")
-                if "." not in key:
-                    device = "cpu" if key == "step" and master.device.type == "cpu" else master.device
-                    part.state[master][key] = value.to(device=device, copy=True)
+
+def _adamw(masters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    if config.optimizer == "adamw_bf16":
+        return LowAdamW(masters, config.betas, config.weight_decay)
+    return torch.optim.AdamW(masters, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+
+
+def _begin(part: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Moments of zero and, of AdamW, the steps done; torch's optimizers would make the same in their first step."""
+    keys = ("momentum_buffer",) if isinstance(part, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
+    for group in part.param_groups:
+        for master in group["params"]:
+            state = part.state[master]
+            if not isinstance(part, torch.optim.Muon):
+                state["step"] = torch.zeros((), device=master.device)
+            for key in keys:
+                state[key] = torch.zeros_like(master, dtype=dtype, requires_grad=False)

@@ -21,7 +21,7 @@ NUM_WARPS: Final = 4
 def update_kernel(
     address_ptr: "Any", tensor_ptr: "Any", first_ptr: "Any", size_ptr: "Any", rate_ptr: "Any", scalar_ptr: "Any",
     share: "Any", beta1: "Any", beta2: "Any", decay: "Any", eps: "Any",
-    BFLOAT16: tl.constexpr, IS_KEPT: tl.constexpr, ALIGN: tl.constexpr, B: tl.constexpr,
+    BFLOAT16: tl.constexpr, IS_KEPT: tl.constexpr, LOW_MOMENTS: tl.constexpr, ALIGN: tl.constexpr, B: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """`address_ptr` [tensors, 5]: weight, gradient, master, first moment, second moment.
@@ -42,24 +42,25 @@ def update_kernel(
     table = address_ptr + tensor * 5
     low: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
     made: tl.constexpr = low if IS_KEPT else tl.float32
+    kept: tl.constexpr = tl.bfloat16 if LOW_MOMENTS else tl.float32
     weight_ptr = tl.multiple_of(tl.load(table).to(tl.pointer_type(low)), 16)
     gradient_ptr = tl.multiple_of(tl.load(table + 1).to(tl.pointer_type(made)), 16)
     master_ptr = tl.multiple_of(tl.load(table + 2).to(tl.pointer_type(tl.float32)), 16)
-    mean_ptr = tl.multiple_of(tl.load(table + 3).to(tl.pointer_type(tl.float32)), 16)
-    square_ptr = tl.multiple_of(tl.load(table + 4).to(tl.pointer_type(tl.float32)), 16)
+    mean_ptr = tl.multiple_of(tl.load(table + 3).to(tl.pointer_type(kept)), 16)
+    square_ptr = tl.multiple_of(tl.load(table + 4).to(tl.pointer_type(kept)), 16)
     for start in range(0, B, PART):
         n = tl.multiple_of(first + start, PART) + tl.arange(0, PART)
         inside = n < size
         gradient = tl.load(gradient_ptr + n, mask=inside, other=0.0).to(tl.float32) * factor
-        mean = tl.load(mean_ptr + n, mask=inside, other=0.0)
-        square = tl.load(square_ptr + n, mask=inside, other=0.0)
+        mean = tl.load(mean_ptr + n, mask=inside, other=0.0).to(tl.float32)
+        square = tl.load(square_ptr + n, mask=inside, other=0.0).to(tl.float32)
         master = tl.load(master_ptr + n, mask=inside, other=0.0)
         mean += (gradient - mean) * (1.0 - beta1)
         square = square * beta2 + gradient * gradient * (1.0 - beta2)
         master *= 1.0 - lr * decay
         master -= lr / correction1 * mean / (tl.sqrt(square) / root2 + eps)
-        tl.store(mean_ptr + n, mean, mask=inside)
-        tl.store(square_ptr + n, square, mask=inside)
+        tl.store(mean_ptr + n, mean.to(kept), mask=inside)
+        tl.store(square_ptr + n, square.to(kept), mask=inside)
         tl.store(master_ptr + n, master, mask=inside)
         tl.store(weight_ptr + n, master.to(low), mask=inside)
 
@@ -75,7 +76,10 @@ class Slot(NamedTuple):
 
 
 class FusedAdamW:
-    """The update of a fixed list of 16-bit weights on float32 masters, as torch's fused AdamW computes it."""
+    """The update of a fixed list of 16-bit weights on float32 masters, as torch's fused AdamW computes it.
+
+    Moments are all float32, or all bfloat16 and rounded to nearest.
+    """
 
     def __init__(self, slots: list[Slot], betas: tuple[float, float], decay: float) -> None:
         self.slots, self.betas, self.decay = slots, betas, decay
@@ -100,11 +104,12 @@ class FusedAdamW:
         correction1, root2 = 1 - beta1**exact, (1 - beta2**exact).sqrt()
         scalars = torch.stack([factor.double(), is_lost.double(), correction1, root2]).float()
         bfloat16 = self.slots[0].weight.dtype == torch.bfloat16
+        low_moments = self.slots[0].mean.dtype == torch.bfloat16
         update_kernel[(len(self.first_P),)](
             self._addresses(gradients), self.tensor_P, self.first_P, self.size, self.rate, scalars,
             share, beta1, beta2, self.decay, 1e-8,
-            BFLOAT16=bfloat16, IS_KEPT=gradients[0].dtype != torch.float32, ALIGN=self.align, B=PROGRAM, PART=PART,
-            num_warps=NUM_WARPS,
+            BFLOAT16=bfloat16, IS_KEPT=gradients[0].dtype != torch.float32, LOW_MOMENTS=low_moments,
+            ALIGN=self.align, B=PROGRAM, PART=PART, num_warps=NUM_WARPS,
         )  # fmt: skip
 
     def _addresses(self, gradients: list[Tensor]) -> Tensor:

@@ -131,6 +131,9 @@ def test_what_the_objective_and_the_config_add() -> None:
     assert kept.total("host") - plan_memory(base, LARGE).total("host") == 10 * 2 * 4097 * 5 * 4096
     # bf16 weights, float32 masters and two moments, copied to be written.
     assert plan_memory(base, LARGE).total("host") == (2 + 4 + 8) * drafter_parameters(LARGE.shape)
+    rounded = replace(base, optim=OptimConfig(optimizer="adamw_bf16"))
+    assert plan_memory(rounded, LARGE).total("host") == (2 + 4 + 4) * drafter_parameters(LARGE.shape)
+    assert total(base) - total(rounded) == 4 * drafter_parameters(LARGE.shape)
     float32 = replace(base, drafter=replace(base.drafter, dtype="float32"))
     assert plan_memory(float32, LARGE).total("host") == 12 * drafter_parameters(LARGE.shape)
 

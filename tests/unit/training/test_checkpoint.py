@@ -252,7 +252,9 @@ def test_other_formats_and_empty_directories_are_refused(tmp_path):
         newest_checkpoint(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("adamw", "muon"), ("muon", "adamw")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("adamw", "muon"), ("muon", "adamw"), ("adamw", "adamw_bf16"), ("adamw_bf16", "adamw")]
+)
 def test_moments_of_another_optimizer_are_refused(tmp_path, saved, resumed):
     drafter, _ = trained()
     optimizer = MasterOptimizer(drafter, dataclasses.replace(CONFIG, optimizer=saved))

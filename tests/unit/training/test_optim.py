@@ -120,7 +120,7 @@ def test_the_norm_is_over_all_weights_and_clips():
     assert all(torch.equal(a, b) for a, b in zip(free, gradients, strict=True))
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer_name", ["adamw", "adamw_bf16", "muon"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(optimizer_name, bad, dtype):
@@ -174,7 +174,7 @@ def test_norms_have_a_learning_rate_of_their_own(norm_lr, expected):
         torch.testing.assert_close(moved, torch.full_like(moved, rate), atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer_name", ["adamw", "adamw_bf16", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_round_trip_goes_on_bit_for_bit(optimizer_name, dtype):
     config = dataclasses.replace(CONFIG, optimizer=optimizer_name, weight_decay=0.01)
