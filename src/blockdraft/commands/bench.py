@@ -210,7 +210,7 @@ def _forward(options: Options, problem: Any, drafter: Any, device: "torch.device
     from blockdraft.commands.build import choose_attention
     from blockdraft.models.attention import bare_flex_attend
 
-    make_attend, how = choose_attention(options.attention, device, is_alone=True)
+    make_attend, how = choose_attention(options.attention, device, problem.shape.head_dim, is_alone=True)
     if how == "nothing":
         return stack_step(problem, drafter, how, "sdpa")
     return stack_step(problem, drafter, how, "flex" if make_attend is bare_flex_attend else "own")

@@ -81,7 +81,7 @@ def measure_pipeline(bench: Bench) -> None:
     loader = random_loader(_loader_config(options), 8 * options.steps, target.ends.vocab_size)
     shape = replace(step_shape(options), target_layer_ids=target.layer_ids, num_target_layers=target.num_layers)
     drafter = make_drafter(shape, bench.device, bench.dtype)
-    make_attend, how = choose_attention(options.attention, bench.device, is_alone=True)
+    make_attend, how = choose_attention(options.attention, bench.device, shape.head_dim, is_alone=True)
     ends = target.ends.copy_to(bench.device, bench.dtype)
     step = DrafterStep(
         drafter,

@@ -15,7 +15,7 @@ from blockdraft.commands.checks import Checked, HeldOut, check, compare_start, s
 from blockdraft.config import ConfigError, RunConfig
 from blockdraft.data.loader import Loader
 from blockdraft.decoding.replay import Tape, record_tapes
-from blockdraft.models.attention import bare_flex_attend, sdpa_attend
+from blockdraft.models.attention import bare_flex_attend, fits_kernels, sdpa_attend
 from blockdraft.models.compiled import How
 from blockdraft.models.drafter import Drafter, DrafterShape, derive_shape
 from blockdraft.models.ends import Ends
@@ -70,7 +70,8 @@ def build(config: RunConfig, say: Callable[[str], None], *, node: int = 0, num_n
 def plan_sizes(config: RunConfig, checked: Checked) -> Sizes:
     """What the memory plan is made from."""
     is_alone = checked.loader.config.num_drafters == 1
-    how = choose_how(config.runtime.attention, checked.drafter_devices[0], is_alone=is_alone)
+    head_dim = checked.shape.head_dim
+    how = choose_how(config.runtime.attention, checked.drafter_devices[0], head_dim, is_alone=is_alone)
     return checked.sizes(how)
 
 
@@ -174,7 +175,7 @@ def _step(
     replica = replica.to(device=device, dtype=dtype)
     near = ends.copy_to(device, dtype)
     head = near if draft_ids is None else near.restricted(torch.from_numpy(draft_ids))
-    make_attend, how = choose_attention(config.runtime.attention, device, is_alone=is_alone)
+    make_attend, how = choose_attention(config.runtime.attention, device, drafter.shape.head_dim, is_alone=is_alone)
     return DrafterStep(
         replica,
         near,
@@ -187,14 +188,12 @@ def _step(
     )
 
 
-def choose_attention(name: str, device: torch.device, *, is_alone: bool) -> tuple[MakeAttend, How]:
+def choose_attention(name: str, device: torch.device, head_dim: int, *, is_alone: bool) -> tuple[MakeAttend, How]:
     """Masked SDPA on a CPU; on a GPU kernels of our own, or flex_attention. All unless told otherwise."""
-    how = choose_how(name, device, is_alone=is_alone)
+    how = choose_how(name, device, head_dim, is_alone=is_alone)
     if how == "nothing":
         return sdpa_attend, how
-    # Their tiles were chosen on a Hopper GPU. For sm_80, sm_89 and sm_120 the compiler says that they spill registers.
-    is_tuned = not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
-    if name == "flex" or not is_tuned:
+    if how != "kernels":
         return bare_flex_attend, how
     # Only GPUs have Triton.
     from blockdraft.models.block_attention import kernel_attend
@@ -202,13 +201,17 @@ def choose_attention(name: str, device: torch.device, *, is_alone: bool) -> tupl
     return kernel_attend, how
 
 
-def choose_how(name: str, device: torch.device, *, is_alone: bool) -> How:
-    """What of the drafter is compiled: layer by layer, but with flex_attention all layers of a drafter that is alone.
+def choose_how(name: str, device: torch.device, head_dim: int, *, is_alone: bool) -> How:
+    """By our own kernels where they are tuned; with flex_attention compiled, all layers at once if told to and alone.
 
     Of one graph all gradients come at its end, where no backward is left to run beside their sum.
     """
     if name == "sdpa" or (name == "auto" and device.type == "cpu"):
         return "nothing"
+    # Their tiles were chosen on a Hopper GPU. For sm_80, sm_89 and sm_120 the compiler says that they spill registers.
+    is_tuned = not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
+    if name == "auto" and is_tuned and fits_kernels(head_dim):
+        return "kernels"
     return "stack" if name == "flex" and is_alone else "layer"
 
 

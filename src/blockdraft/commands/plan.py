@@ -140,7 +140,7 @@ def find_basis(config: RunConfig | None, options: Options) -> Basis:
         filled = float(store.lengths.sum()) / counts.fills
         tokens = tokens if tokens is not None else float(store.lengths.sum())
     bucket = budget_bucket(config.data.row_length, config.data.target_tokens)
-    how = choose_how(config.runtime.attention, torch.device("cuda:0"), is_alone=False)
+    how = choose_how(config.runtime.attention, torch.device("cuda:0"), shape.head_dim, is_alone=False)
     return Basis(config, Sizes(found, shape, found.facts.vocab_size, bucket, 0, how), filled, tokens)
 
 

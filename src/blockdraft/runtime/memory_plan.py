@@ -189,6 +189,8 @@ class Counts(NamedTuple):
 
     blocks: int
     """Q"""
+    first: int
+    """R * (A + 1)"""
     slots: int
     """N"""
     context: int
@@ -204,11 +206,13 @@ class Counts(NamedTuple):
     layers: int
 
 
-def _counts(config: RunConfig, shape: DrafterShape) -> Counts:
+def count_tokens(config: RunConfig, shape: DrafterShape) -> Counts:
+    """Of a micro-batch."""
     data = config.data
     anchors = data.num_rows * (data.num_anchors if data.num_anchors is not None else data.row_length // 4)
     return Counts(
         blocks=anchors * shape.block_size,
+        first=anchors + data.num_rows,
         slots=anchors * (shape.block_size - 1),
         context=data.num_rows * data.row_length,
         hidden=shape.hidden_size,
@@ -248,26 +252,48 @@ def kept_by_layer(n: Counts, head_dim: int) -> int:
     return (n.layers - 1) * layer + last + n.layers * (n.context + n.blocks) * 2 * n.keys + ends
 
 
+def kept_by_kernels(n: Counts, head_dim: int) -> int:
+    """The same where layers run without a compiler (models/own_layers.py): products and what the attention keeps.
+
+    A layer: its input (D) and keys before norm and rotation (G), of Q tokens; queries before them (F); queries behind
+    them, attended values (2 F), the sum before the MLP (D), gate and up (2 I); keys and values (2 G) of Q tokens, and
+    these and keys before norm and rotation (3 G) of K. What is of neither keys nor the input is of N in the last layer.
+    The first layer's input, queries and keys before norm and rotation are of R * (A + 1) rows. Beside the layers:
+    projected features and their norm (2 D of K tokens), rotary factors (2 E of K + Q + N), the last sum and its norm
+    (2 D of N).
+    """
+    kept = 0
+    for layer in range(n.layers):
+        asking = n.slots if layer == n.layers - 1 else n.blocks
+        known, queries = (n.blocks, asking) if layer else (n.first, n.first)
+        kept += known * (n.hidden + n.keys) + queries * n.queries
+        kept += asking * (2 * n.queries + n.hidden + 2 * n.inner) + (2 * n.blocks + 3 * n.context) * n.keys
+    factors = (n.context + n.blocks + n.slots) * 2 * head_dim
+    return kept + n.context * 2 * n.hidden + factors + n.slots * 2 * n.hidden
+
+
 def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     """What the drafter's step holds at its peak, beside everything that stays.
 
     The peak is in the loss, at the start of the backward, or at its end, whichever holds most:
         loss: beside what is kept, the logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 (D of B),
             where a stack was compiled hidden states (D of N), and with a row budget the rows taken out (D of B).
-        start: beside what is kept, gradients of the last layer's MLP: 5/3 I of N in a stack, as measured, and 4 I of N
-            where elementwise results are made again.
+        start: beside what is kept, gradients of the last layer's MLP: 5/3 I of N in a stack, as measured, 4 I of N
+            where compiled layers make elementwise results again, and 3 I + D of N without a compiler.
         end: the gradient of every weight in the weights' type, and of the block's states (2 D of Q tokens).
     """
     shape, width = sizes.shape, BYTES[config.drafter.dtype]
-    n = _counts(config, shape)
-    by_layer = sizes.how == "layer"
-    kept = (kept_by_layer(n, shape.head_dim) if by_layer else kept_of_a_stack(n)) * width
-    hidden = 0 if by_layer else n.slots * n.hidden * width
+    n = count_tokens(config, shape)
+    kept = _kept(n, sizes) * width
+    is_remade = sizes.how in ("kernels", "layer")
+    hidden = 0 if is_remade else n.slots * n.hidden * width
     rows = n.slots if sizes.row_budget is None else min(sizes.row_budget, n.slots)
     chunk = even_chunk(rows, config.loss.chunk_rows) * sizes.head_rows * width
     loss = rows * n.hidden * (4 if sizes.row_budget is None else 4 + width) + hidden
     inner = n.slots * n.inner * width
-    backward = 4 * inner if by_layer else inner * 5 // 3 + hidden
+    backward = 4 * inner if is_remade else inner * 5 // 3 + hidden
+    if sizes.how == "kernels":
+        backward = 3 * inner + n.slots * n.hidden * width
     end = (drafter_parameters(shape) + 2 * n.blocks * n.hidden) * width
     phases: list[dict[str, int]] = [
         {"kept activations": kept, "head chunk": chunk, "loss gradients": loss},
@@ -275,3 +301,9 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
         {"weight gradients": end},
     ]
     return max(phases, key=lambda phase: sum(phase.values()))
+
+
+def _kept(n: Counts, sizes: Sizes) -> int:
+    if sizes.how == "kernels":
+        return kept_by_kernels(n, sizes.shape.head_dim)
+    return kept_by_layer(n, sizes.shape.head_dim) if sizes.how == "layer" else kept_of_a_stack(n)
