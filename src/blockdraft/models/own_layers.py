@@ -325,6 +325,7 @@ class _Leave(Function):
         del upstream_MI, hidden_MI
         d_normed_MD = torch.mm(d_gate_MI, gate_weight).addmm_(d_up_MI, up_weight)
         found = ops.norm_backward(d_normed_MD, sum_MD, rstd_M, norm_weight, total_MD, wants_normed=True)
+        del d_normed_MD
         assert found.normed_ND is not None
         return (
             None,

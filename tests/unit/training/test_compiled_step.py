@@ -1,4 +1,4 @@
-"""A step whose drafter is compiled as one graph: the same numbers, gradients still added into float32 masters."""
+"""A step whose drafter is compiled, or runs by its own kernels: the same numbers, gradients added in float32."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_compiled_and_plain_steps_agree_and_nothing_compiles_after_the_first(dty
     target = tiny_target("qwen3")
     fills = list(Loader(store_of(LENGTHS), config(num_rows=2)).fills(0, 3))  # type: ignore[arg-type]
     found = []
-    for how in ("nothing", "stack", "layer"):
+    for how in ("nothing", "stack", "layer", "kernels"):
         drafter = tiny_drafter(target, 4).to(dtype)
         ends = target.ends.copy_to("cpu", dtype)
         step = DrafterStep(
@@ -55,3 +55,4 @@ def test_compiled_and_plain_steps_agree_and_nothing_compiles_after_the_first(dty
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     assert found[1] == pytest.approx(found[0], rel=tolerance)
     assert found[2] == pytest.approx(found[0], rel=tolerance)
+    assert found[3] == pytest.approx(found[0], rel=tolerance)
