@@ -6,13 +6,16 @@ as autograd has finished it, or as soon as it is summed over replicas, so accumu
 
 import math
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.config import ConfigError, OptimConfig
 from blockdraft.training.adamw_bf16 import LowAdamW
+
+if TYPE_CHECKING:
+    from blockdraft.training.optim_triton import FusedAdamW, FusedNorm
 
 
 def lr_scale(step: int, total_steps: int, config: OptimConfig) -> float:
@@ -31,12 +34,6 @@ def lr_scale(step: int, total_steps: int, config: OptimConfig) -> float:
     if config.schedule == "cosine":
         return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     return 1 - (1 - config.final_lr) * progress
-
-
-class FusedUpdate(Protocol):
-    """`optim_triton.FusedAdamW`."""
-
-    def step(self, gradients: list[Tensor], factor: Tensor, is_lost: Tensor, steps: Tensor, share: float) -> None: ...
 
 
 class MasterOptimizer:
@@ -62,8 +59,9 @@ class MasterOptimizer:
         device = next(iter(self.weights.values())).device
         is_low = all(weight.dtype in (torch.bfloat16, torch.float16) for weight in self.weights.values())
         self._is_fused = device.type == "cuda" and is_low and config.optimizer != "muon"
-        """Whether one kernel updates everything."""
-        self._fused: FusedUpdate | None = None
+        """Whether one kernel measures all gradients and one updates everything."""
+        self._norm: FusedNorm | None = None
+        self._update: FusedAdamW | None = None
         matrices = [master for master in self.masters.values() if master.dim() == 2]
         others = [master for master in self.masters.values() if master.dim() != 2]
         self.parts: dict[str, torch.optim.Optimizer] = {
@@ -73,9 +71,23 @@ class MasterOptimizer:
             "norms": _adamw(others, config),
         }
         self.peaks = {"matrices": config.lr, "norms": config.lr if config.norm_lr is None else config.norm_lr}
-        for part in self.parts.values():
-            _begin(part, torch.bfloat16 if config.optimizer == "adamw_bf16" else torch.float32)
+        self._steps = torch.zeros(len(self.masters), device=device)
+        """Steps done, of each weight that AdamW moves."""
+        self._begin()
         self.skipped = torch.zeros((), device=device)
+
+    def _begin(self) -> None:
+        """Moments of zero and, of AdamW, the steps done; torch's optimizers would make the same in their first step."""
+        dtype = torch.bfloat16 if self.config.optimizer == "adamw_bf16" else torch.float32
+        counters = iter(self._steps)
+        for part in self.parts.values():
+            is_muon = isinstance(part, torch.optim.Muon)
+            for master in (master for group in part.param_groups for master in group["params"]):
+                state = part.state[master]
+                if not is_muon:
+                    state["step"] = next(counters)
+                for key in ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
 
     def _made(self, name: str, _weight: Tensor) -> None:
         if not self._is_kept:
@@ -128,29 +140,36 @@ class MasterOptimizer:
         Returns the gradient's norm before clipping. A step whose norm is not finite changes no master and no moment;
         AdamW's kernel finds that out on the device, so nothing waits for the norm. Muon has to.
         """
-        gradients = [self.gradient(name) for name in self.masters] if self._is_fused else self.gradients()
-        norms = torch._foreach_norm(gradients, 2, torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
-        is_lost = (~torch.isfinite(norm)).float()
         if self._is_fused:
-            self._step_fused(gradients, factor, is_lost, scale)
+            norm = self._step_fused(scale)
         else:
-            self._step_parts(gradients, factor, is_lost, scale)
-        self.skipped += is_lost
+            gradients = self.gradients()
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
+            self._step_parts(gradients, *self._clip(norm), scale)
+        self.skipped += (~torch.isfinite(norm)).float()
         return norm
 
-    def _step_fused(self, gradients: list[Tensor], factor: Tensor, is_lost: Tensor, scale: float) -> None:
-        if self._fused is None:
-            self._fused = self._build_fused()
-        steps = [state["step"] for part in self.parts.values() for state in part.state.values()]
-        torch._foreach_add_(steps, 1 - is_lost)
-        self._fused.step(gradients, factor, is_lost, steps[0], scale)
+    def _clip(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Factor on the gradients, and 1 where the step is lost."""
+        return (self.config.clip / (norm + 1e-6)).clamp(max=1.0), (~torch.isfinite(norm)).float()
+
+    def _step_fused(self, scale: float) -> Tensor:
+        # Only GPUs have Triton.
+        from blockdraft.training.optim_triton import FusedNorm, locate
+
+        if self._norm is None or self._update is None:
+            self._norm, self._update = FusedNorm(list(self.weights.values())), self._build_update()
+        # Neither waits for the device: a list of counters, each moved by a tensor, would.
+        gradients = locate([self.gradient(name) for name in self.masters])
+        norm = self._norm.measure(gradients)
+        factor, is_lost = self._clip(norm)
+        self._steps += 1 - is_lost
+        self._update.step(gradients, factor, is_lost, self._steps[0], scale)
         # Not zeroed: the next gradients are put in their place, not added.
         self.forget_gradients()
+        return norm
 
-    def _build_fused(self) -> "FusedUpdate":
-        # Only GPUs have Triton.
+    def _build_update(self) -> "FusedAdamW":
         from blockdraft.training.optim_triton import FusedAdamW, Slot
 
         slots: dict[int, Slot] = {}
@@ -241,15 +260,3 @@ def _adamw(masters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Opti
     if config.optimizer == "adamw_bf16":
         return LowAdamW(masters, config.betas, config.weight_decay)
     return torch.optim.AdamW(masters, betas=config.betas, weight_decay=config.weight_decay, fused=True)
-
-
-def _begin(part: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Moments of zero and, of AdamW, the steps done; torch's optimizers would make the same in their first step."""
-    keys = ("momentum_buffer",) if isinstance(part, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
-    for group in part.param_groups:
-        for master in group["params"]:
-            state = part.state[master]
-            if not isinstance(part, torch.optim.Muon):
-                state["step"] = torch.zeros((), device=master.device)
-            for key in keys:
-                state[key] = torch.zeros_like(master, dtype=dtype, requires_grad=False)

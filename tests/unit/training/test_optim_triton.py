@@ -5,16 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdraft.training.optim import MasterOptimizer
 from unit.training.test_optim import CONFIG, gradients_for, module, push, snapshot
 
 pytest.importorskip("triton")
 from blockdraft.training import optim_triton
-from blockdraft.training.optim_triton import FusedAdamW, Slot
+from blockdraft.training.optim_triton import FusedAdamW, FusedNorm, Slot, locate
 
 SIZES = ((40, 48), (24,), (3, 1000))
 RATES = (0.01, 0.05, 0.01)
@@ -22,7 +24,7 @@ RATES = (0.01, 0.05, 0.01)
 
 def compare() -> None:
     """Run in a process of its own, where kernels are interpreted."""
-    optim_triton.PROGRAM, optim_triton.PART = 256, 64
+    optim_triton.UPDATE_PROGRAM, optim_triton.NORM_PROGRAM, optim_triton.NORM_PART = 64, 512, 128
     for moments in (torch.float32, torch.bfloat16):
         one_kernel(moments)
     for choice in ("adamw", "adamw_bf16"):
@@ -40,6 +42,7 @@ def one_kernel(moments: torch.dtype) -> None:
         for master, rate in zip(masters, RATES, strict=True)
     ]
     fused = FusedAdamW(slots, (0.9, 0.95), 0.1)
+    norm = FusedNorm([slot.weight for slot in slots])
     groups = [{"params": [twin], "lr": rate} for twin, rate in zip(twins, RATES, strict=True)]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
     done = 0
@@ -48,7 +51,11 @@ def one_kernel(moments: torch.dtype) -> None:
         is_lost = torch.tensor(float(number == 2))
         before = [value.clone() for slot in slots for value in slot[:4]]
         done += number != 2
-        fused.step(gradients, torch.tensor(0.5), is_lost, torch.tensor(float(done)), 0.7)
+        fused.step(locate(gradients), torch.tensor(0.5), is_lost, torch.tensor(float(done)), 0.7)
+        found = norm.measure(locate(gradients))
+        exact = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+        assert torch.equal(norm.measure(locate(gradients)), found)
         after = [value for slot in slots for value in slot[:4]]
         if number == 2:
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
@@ -70,13 +77,22 @@ def one_kernel(moments: torch.dtype) -> None:
             torch.testing.assert_close(slot.weight.float(), slot.master, rtol=2**-7, atol=0)
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses to hand a tensor's number to Python, which a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the update waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
 def whole_optimizer(choice: str) -> None:
     """With the kernel and without: gradients kept or added up, a lost step, a state that is restored."""
     nets = [module(torch.bfloat16) for _ in range(3)]
     config = dataclasses.replace(CONFIG, optimizer=choice, clip=1.0)
     plain, fused, restored = (MasterOptimizer(net, config) for net in nets)
     fused._is_fused = restored._is_fused = True
-    fused.rehearse()
+    with NoWaiting():
+        fused.rehearse()
     for number in range(5):
         if number == 3:
             restored.load_state_tensors(snapshot(fused))
@@ -85,7 +101,8 @@ def whole_optimizer(choice: str) -> None:
                 if number % 2 == 0:
                     optimizer.keep_gradients()
                 push(net, gradients_for(net, 10 * number + part, float("nan") if number == 2 else 3.0))
-            norm = optimizer.step(0.9)
+            with NoWaiting() if optimizer is not plain else nullcontext():
+                norm = optimizer.step(0.9)
             assert torch.isfinite(norm) == (number != 2)
             assert all(weight.grad is None for weight in net.parameters())
     expected = snapshot(plain)
@@ -112,29 +129,46 @@ def test_the_update_equals_torchs_adamw_when_interpreted():
     assert "interpreted alike" in done.stdout
 
 
-@pytest.mark.parametrize("low_moments", [True, False])
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_the_update_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(is_kept, low_moments):
+def compile_for_a_gpu(kernel, constants: dict[str, object], num_warps: int) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = optim_triton.update_kernel.arg_names
+    names = kernel.arg_names
+    types = {name: "*i64" for name in ("address_ptr", "gradient_ptr", "size_ptr")}
+    types |= {name: "*i32" for name in ("tensor_ptr", "start_ptr")}
+    types |= {name: "*fp32" for name in ("rate_ptr", "scalar_ptr", "sum_ptr")}
+    signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    assert not re.search(r"(ld|st)\.global\S*\.b16", compiled.asm["ptx"])
+    return compiled
+
+
+@pytest.mark.parametrize("low_moments", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_update_compiles_for_a_gpu_and_moves_4_numbers_at_a_time(is_kept, low_moments):
     constants = {"BFLOAT16": True, "IS_KEPT": is_kept, "LOW_MOMENTS": low_moments, "ALIGN": 8}
-    constants |= {"B": optim_triton.PROGRAM, "PART": optim_triton.PART}
-    types = {"rate_ptr": "*fp32", "scalar_ptr": "*fp32"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "*i64" if name.endswith("_ptr") else "fp32")
-        for name in names
-    }
-    source = ASTSource(
-        optim_triton.update_kernel, signature, {(names.index(name),): value for name, value in constants.items()}
+    compiled = compile_for_a_gpu(
+        optim_triton.update_kernel, constants | {"B": optim_triton.UPDATE_PROGRAM}, optim_triton.UPDATE_WARPS
     )
-    options = {"num_warps": optim_triton.NUM_WARPS}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    wide = re.findall(r"(ld|st)\.global\.v4", ptx)
-    # 8 elements of a thread: 16 bytes hold 4 float32.
-    moments = 2 * (1 if low_moments else 2)
-    assert wide.count("ld") == 2 + moments + (1 if is_kept else 2)
-    assert wide.count("st") == 2 + moments + 1
-    assert not re.search(r"(ld|st)\.global\.b16", ptx)
+    # Nothing changes hands between threads.
+    assert compiled.metadata.shared == 0
+    moved = re.findall(r"(ld|st)\.global\.v(\d)", compiled.asm["ptx"])
+    # 8 elements of a thread: twice 4 of each tensor, 16 bytes of float32 or 8 of 16 bits.
+    float32 = 2 * (1 if low_moments else 3)
+    assert moved.count(("ld", "4")) == float32 + (0 if is_kept else 2)
+    assert moved.count(("st", "4")) == float32
+    assert moved.count(("ld", "2")) == 6 - float32 + (2 if is_kept else 0)
+    assert moved.count(("st", "2")) == 6 - float32 + 2
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_norm_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(is_kept):
+    constants = {"BFLOAT16": True, "IS_KEPT": is_kept, "ALIGN": 8}
+    constants |= {"B": optim_triton.NORM_PROGRAM, "PART": optim_triton.NORM_PART}
+    compiled = compile_for_a_gpu(optim_triton.norm_kernel, constants, optim_triton.NORM_WARPS)
+    streams = re.findall(r"ld\.global\.L1::evict_first\S*", compiled.asm["ptx"])
+    assert all(".v4." in stream for stream in streams)
+    # 16 elements of a thread and part; the compiler may have unrolled some parts.
+    assert streams and len(streams) % (2 if is_kept else 4) == 0
