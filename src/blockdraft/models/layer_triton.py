@@ -22,8 +22,7 @@ NUM_WARPS: Final = 4
 TILE: Final = 4096
 SUM_TILE: Final = 2048
 """Where sums are kept in registers besides."""
-SWIGLU_TILE: Final = 4096
-SWIGLU_WARPS: Final = 8
+SWIGLU_TILE: Final = 2048
 PARTS: Final = 256
 """Lines that are added up at a time, in columns of `COLUMNS`."""
 COLUMNS: Final = 16
@@ -182,7 +181,7 @@ class TritonOps:
         _check_contiguous(gate_NI, up_NI)
         out_NI, size = torch.empty_like(gate_NI), gate_NI.numel()
         kernels.swiglu_kernel[(triton.cdiv(size, SWIGLU_TILE),)](
-            gate_NI, up_NI, out_NI, size // _chunk(size), CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=SWIGLU_WARPS
+            gate_NI, up_NI, out_NI, size // _chunk(size), CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=NUM_WARPS
         )
         return out_NI
 
@@ -193,7 +192,7 @@ class TritonOps:
         size = gate_NI.numel()
         kernels.swiglu_backward_kernel[(triton.cdiv(size, SWIGLU_TILE),)](
             upstream_NI, gate_NI, up_NI, found.gate_NI, found.up_NI, size // _chunk(size),
-            CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=SWIGLU_WARPS,
+            CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=NUM_WARPS,
         )  # fmt: skip
         return found
 

@@ -133,8 +133,8 @@ BUILT = {
     "turn_back_kernel": Built({**HEADS, "HEADS": 8, "ROWS": 4, "L": 16, "FIRST": 0}, 4, 96, 8, 2),
     "expand_kernel": Built({"F": 1024, "ROWS": 4, "BLOCK": 1024, "L": 16, "FIRST": 0}, 4, 64, 4, 4),
     "sum_kernel": Built({"F": 1024, "ROWS": 8, "BLOCK": 512, "L": 16, "FIRST": 0}, 4, 64, 4, 4),
-    "swiglu_kernel": Built({"CHUNK": 8, "BLOCK": 4096}, 8, 64, 4, 2),
-    "swiglu_backward_kernel": Built({"CHUNK": 8, "BLOCK": 4096}, 8, 80, 6, 6),
+    "swiglu_kernel": Built({"CHUNK": 8, "BLOCK": 2048}, 4, 64, 4, 2),
+    "swiglu_backward_kernel": Built({"CHUNK": 8, "BLOCK": 2048}, 4, 80, 6, 6),
 }
 
 
