@@ -35,7 +35,7 @@ from blockdraft.runtime.reports import StepDone, WarmedUp
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.workers import WorkerError
-from blockdraft.training.metrics import report
+from blockdraft.training.metrics import StepSums, report
 from blockdraft.training.start import new_drafter
 from blockdraft.training.step import DrafterStep, MakeAttend
 
@@ -116,7 +116,7 @@ def own_attention() -> tuple[MakeAttend, How]:
     # Only GPUs have Triton.
     from blockdraft.models.block_attention import kernel_attend
 
-    return kernel_attend, "layer"
+    return kernel_attend, "kernels"
 
 
 ATTENTION: dict[str, Callable[[], tuple[MakeAttend, How]]] = {
@@ -234,7 +234,7 @@ def result(size: Size, pipeline: Pipeline, protection: Protection, waits: WaitCo
         "memory": {str(device): memory._asdict() for device, memory in found.items()},
         "flat": all(memory.is_flat for memory in found.values()),
         "shapes": len(pipeline.shapes),
-        "waits": None if waits.found is None else waits.found.calls,
+        "waits": None if waits.found is None or waits.found.unseen else waits.found.calls,
         "seconds": seconds,
         "tok_per_s": pipeline.loader.tokens_before(size.steps) / seconds,
     }
@@ -261,6 +261,19 @@ def lengths() -> dict[str, Any]:
 def flat() -> dict[str, Any]:
     """1,000 steps of mixed lengths, waits counted over ten of them."""
     return train(Size(NARROW, 1024, 32, 1000, 8, 1000, count_waits=10))
+
+
+def waiting() -> dict[str, Any]:
+    """A drafter that reads its gradient's norm in each step: what `flat` counts nothing of must be counted here."""
+    finish = DrafterStep.finish
+
+    def wait(self: DrafterStep, step: int) -> StepSums:
+        sums = finish(self, step)
+        float(self.grad_norm)
+        return sums
+
+    DrafterStep.finish = wait  # type: ignore[method-assign]
+    return train(Size(NARROW, 1024, 32, 60, 8, 1000, count_waits=10))
 
 
 def poison() -> dict[str, Any]:
@@ -363,6 +376,7 @@ CASES = {
     for case in (
         lengths,
         flat,
+        waiting,
         poison,
         short,
         long,

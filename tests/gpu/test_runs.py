@@ -80,6 +80,12 @@ def test_workers_never_wait_for_the_gpu_between_two_log_steps():
     assert result_of("flat")["waits"] == {}
 
 
+def test_a_worker_that_waits_in_each_step_is_found():
+    waits = result_of("waiting")["waits"]
+    assert waits["drafter 0 cudaStreamSynchronize"] >= 10, waits
+    assert {name.split(" cuda")[0] for name in waits} == {"drafter 0"}, waits
+
+
 def test_features_are_never_read_too_late():
     losses = result_of("poison")["losses"]
     assert len(losses) == 200

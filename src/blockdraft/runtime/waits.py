@@ -25,8 +25,14 @@ class Waits(NamedTuple):
 
     steps: int
     calls: dict[str, int]
+    unseen: tuple[str, ...] = ()
+    """Workers with a GPU of which the trace names no call at all: nothing is known of them."""
 
     def __str__(self) -> str:
+        if self.unseen:
+            return (
+                f"waits for a GPU in {self.steps} steps: not known, the trace names no call of {', '.join(self.unseen)}"
+            )
         found = ", ".join(f"{name} {count}" for name, count in self.calls.items()) if self.calls else "none"
         return f"waits for a GPU in {self.steps} steps: {found}"
 
@@ -66,7 +72,10 @@ class WaitCount:
 
     def _finish(self, number: int, workers: list[Worker]) -> None:
         self._profiler.stop()
-        self.found = Waits(number - self._first, count_waits(self._events(), native_ids(workers)))
+        events, names = self._events(), thread_numbers(workers)
+        seen = {names[event["tid"]] for event in events if _is_call(event) and event.get("tid") in names}
+        unseen = tuple(worker.name for worker in workers if worker.device.type == "cuda" and worker.name not in seen)
+        self.found = Waits(number - self._first, count_waits(events, names), unseen)
 
     def _events(self) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as directory:
@@ -86,10 +95,21 @@ class WaitCount:
         )
 
 
-def native_ids(workers: list[Worker]) -> dict[int, str]:
-    """Names of the workers by the number that the system has given to their thread."""
-    ids = {worker.thread.native_id: worker.name for worker in workers if worker.thread is not None}
-    return {number: name for number, name in ids.items() if number is not None}
+def thread_numbers(workers: list[Worker]) -> dict[int, str]:
+    """Names of the workers by every number that a trace may give to their thread.
+
+    That is the system's number where the profiler has asked for it, and else the lower half of the thread's address,
+    signed or not.
+    """
+    names = {}
+    for worker in workers:
+        thread = worker.thread
+        if thread is None or thread.ident is None or thread.native_id is None:
+            continue
+        low = thread.ident & 0xFFFFFFFF
+        for number in (thread.native_id, low, low - 2**32, thread.ident):
+            names[number] = worker.name
+    return names
 
 
 def count_waits(events: list[dict[str, Any]], names: dict[int, str]) -> dict[str, int]:
@@ -97,9 +117,13 @@ def count_waits(events: list[dict[str, Any]], names: dict[int, str]) -> dict[str
     found: Counter[str] = Counter()
     for event in events:
         name = str(event.get("name", ""))
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and event.get("tid") in names and _waits(name):
+        if _is_call(event) and event.get("tid") in names and _waits(name):
             found[f"{names[event['tid']]} {name}"] += 1
     return dict(found.most_common())
+
+
+def _is_call(event: dict[str, Any]) -> bool:
+    return event.get("cat") in ("cuda_runtime", "cuda_driver")
 
 
 def _waits(name: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdraft.runtime import waits
-from blockdraft.runtime.waits import WaitCount, count_waits, native_ids
+from blockdraft.runtime.waits import WaitCount, count_waits, thread_numbers
 from blockdraft.runtime.workers import Worker
 
 NAMES = {7: "target 0", 8: "drafter 0"}
@@ -33,11 +33,14 @@ def test_waiting_calls_of_workers_count_and_no_others():
     assert count_waits(events, NAMES) == {"drafter 0 cudaStreamSynchronize": 2, "target 0 cudaMalloc": 1}
 
 
-def test_workers_are_known_by_the_number_of_their_thread():
+def test_workers_are_known_by_every_number_of_their_thread():
     worker = Worker("loader", torch.device("cpu"), lambda _worker: None)
-    assert native_ids([worker]) == {}
+    assert thread_numbers([worker]) == {}
     worker.thread = threading.current_thread()
-    assert native_ids([worker]) == {threading.get_native_id(): "loader"}
+    numbers = thread_numbers([worker])
+    low = threading.get_ident() & 0xFFFFFFFF
+    assert {threading.get_native_id(), threading.get_ident(), low, low - 2**32} == set(numbers)
+    assert set(numbers.values()) == {"loader"}
 
 
 class StubProfiler:
@@ -70,6 +73,20 @@ def test_steps_behind_the_twentieth_are_profiled_once(monkeypatch):
         count.step(step, [worker])
     assert count.found == waits.Waits(5, {"target 0 cudaStreamSynchronize": 1})
     assert count.describe() == ["waits for a GPU in 5 steps: target 0 cudaStreamSynchronize 1"]
+
+
+def test_a_worker_whose_calls_the_trace_does_not_name_is_not_said_to_wait_for_nothing(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
+    seen = Worker("target 0", torch.device("cuda"), lambda _worker: None)
+    seen.thread = threading.current_thread()
+    other = Worker("drafter 0", torch.device("cuda"), lambda _worker: None)
+    count = WaitCount(5)
+    for step in range(1, 30):
+        count.step(step, [seen, other])
+    assert count.found is not None
+    assert count.found.unseen == ("drafter 0",)
+    line = "waits for a GPU in 5 steps: not known, the trace names no call of drafter 0"
+    assert count.describe() == [line]
 
 
 def test_nothing_is_profiled_unless_asked(monkeypatch):
