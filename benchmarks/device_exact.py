@@ -1,9 +1,10 @@
-"""Exactness on a GPU: the fused loss, the block mask and the compiled layers, each against a plain version.
+"""Exactness on a GPU: the fused loss, the block mask and the drafter's layers, each against a plain version.
 
 R rows, T context tokens, A anchors, L block size, N rows of the head, D width, V ids.
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from blockdraft.commands.bench_cases import Loss, choose_between, choose_make_attend, presets
 from blockdraft.models.block_mask import block_mask
 from blockdraft.models.blocks import block_positions, visibility
-from blockdraft.models.compiled import compile_drafter
+from blockdraft.models.compiled import How, compile_drafter
 from blockdraft.models.drafter import Drafter, DrafterShape
 from blockdraft.models.ends import Ends
 from blockdraft.training.head_loss import head_loss
@@ -124,28 +125,29 @@ def check_masks(device: torch.device) -> list[Check]:
 
 
 def check_stack(device: torch.device) -> list[Check]:
-    """Outputs and gradients of the compiled stack: float32 against plain SDPA, bfloat16 against float64."""
+    """Outputs and gradients of the stack as it runs: float32 against plain SDPA, bfloat16 against float64."""
     checks = []
     wide = {"hidden_size": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
     # One layer with a window and one without.
     shape = dataclasses.replace(presets()["tiny"], **wide, window=64, window_layers=(0,))
-    exact = _run_stack(shape, device, torch.float64, compiled=False)
-    for dtype in (torch.float32, torch.bfloat16):
-        plain = _run_stack(shape, device, dtype, compiled=False)
-        found = _run_stack(shape, device, dtype, compiled=True)
+    exact = _run_stack(shape, device, torch.float64, "nothing")
+    hows: tuple[How, ...] = ("kernels", "layer")
+    for dtype, how in itertools.product((torch.float32, torch.bfloat16), hows):
+        plain = _run_stack(shape, device, dtype, "nothing")
+        found = _run_stack(shape, device, dtype, how)
         limits = [1e-5] * len(plain)
         if dtype == torch.bfloat16:
             limits = [1.05 * distance(mine, its) for mine, its in zip(plain, exact, strict=True)]
         reference = plain if dtype == torch.float32 else exact
         far = [distance(mine, its) for mine, its in zip(found, reference, strict=True)]
-        name = f"stack {str(dtype)[6:]}"
+        name = f"stack by {how}, {str(dtype)[6:]}"
         checks.append(Check(f"{name}: output", far[0], limits[0]))
         worst = max(range(1, len(far)), key=lambda i: far[i] / limits[i])
         checks.append(Check(f"{name}: worst gradient", far[worst], limits[worst]))
     return checks
 
 
-def _run_stack(shape: DrafterShape, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> list[Tensor]:
+def _run_stack(shape: DrafterShape, device: torch.device, dtype: torch.dtype, how: How) -> list[Tensor]:
     torch.manual_seed(1)
     drafter = Drafter(shape)
     drafter.initialise(torch.Generator().manual_seed(1))
@@ -155,8 +157,8 @@ def _run_stack(shape: DrafterShape, device: torch.device, dtype: torch.dtype, *,
     features_RTC = torch.randn(2, 512, drafter.fc.in_features, generator=generator).bfloat16().to(device, dtype)
     first_RAD = torch.randn(2, 33, shape.hidden_size, generator=generator).bfloat16().to(device, dtype)
     upstream_RND = torch.randn(2, 480, shape.hidden_size, generator=generator).bfloat16().to(device, dtype)
-    run = compile_drafter(drafter, "layer" if compiled else "nothing")
-    make_attend = choose_make_attend("own" if compiled and device.type == "cuda" else "sdpa", "layer")
+    run = compile_drafter(drafter, how)
+    make_attend = choose_make_attend("own" if how != "nothing" and device.type == "cuda" else "sdpa", how)
     attend = make_attend(shape, document_RT, position_RT, anchor_RA)
     block_position_RQ = block_positions(position_RT, anchor_RA, shape.block_size)
     hidden_RND = run(features_RTC, position_RT, first_RAD, block_position_RQ, attend)

@@ -30,7 +30,7 @@ def measure(shapes: str, device: str, steps: int, protection: Protection | None)
     target = make_target(shapes, device, torch.bfloat16 if is_gpu else torch.float32)
     found = outline_of(target.model)
     target.drop_decoding()
-    step = make_step(shapes, target, device, how="layer" if is_gpu else "nothing", accumulation=1, total_steps=steps)
+    step = make_step(shapes, target, device, how="kernels" if is_gpu else "nothing", accumulation=1, total_steps=steps)
     loader = make_loader(shapes, target.vocab_size, documents=400, num_drafters=1, accumulation=1)
     say(f"{shapes}: built in {time.monotonic() - started:.1f} s; {target.note}")
     rows = ROWS[shapes]

@@ -124,7 +124,7 @@ def part_steps(bench: Bench) -> None:
         for _ in range(3):
             replica.run("without")
         found = [Stopwatch(bench.devices[0]).measure(lambda: replica.run("without"), 5) for _ in range(3)]  # noqa: B023
-        say(f"one drafter compiled by {how}: {' '.join(f'{ms:.2f}' for ms in found)} ms a step, update included")
+        say(f"one drafter run by {how}: {' '.join(f'{ms:.2f}' for ms in found)} ms a step, update included")
 
 
 def time_sums(bench: Bench, how: How, variants: tuple[tuple[int, int | None], ...]) -> None:
@@ -293,8 +293,8 @@ def main() -> None:
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--float8", action="store_true", help="targets with products in float8")
-    parser.add_argument("--several", default="layer", help="how drafters are compiled whose gradients are summed")
-    parser.add_argument("--single", default="layer", help="how the one of `pool` is")
+    parser.add_argument("--several", default="kernels", help="how drafters run whose gradients are summed")
+    parser.add_argument("--single", default="kernels", help="how the one of `pool` is")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--documents", type=int, default=2000)
     parser.add_argument("--after", default="", help="begins when this file is there: imports beside another run")

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     targets = [make_target(args.shapes, device, dtype) for device in args.targets]
     say(f"target: {targets[0].note}")
     count = len(args.drafters)
-    compiled: How = "stack" if count == 1 and args.attention == "flex" else "layer"
+    compiled: How = "kernels" if args.attention == "own" else "stack" if count == 1 else "layer"
     steps = [
         make_step(
             args.shapes, targets[0], device, how="nothing" if args.attention == "sdpa" else compiled,

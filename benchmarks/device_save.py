@@ -1,6 +1,6 @@
 """What an asynchronous save costs a training step: steps without one, then as many around one, and what was written.
 
-usage: python benchmarks/device_save.py [--shapes qwen3-8b|tiny] [--steps 100] [--root DIR] [--how stack]
+usage: python benchmarks/device_save.py [--shapes qwen3-8b|tiny] [--steps 100] [--root DIR] [--how kernels]
 
 Random features and weights, no target. Prints milliseconds for every step, the overall slowdown, and whether the
 checkpoint equals, bit for bit, what the drafter held at that step.
@@ -22,14 +22,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from blockdraft.commands.bench_cases import make_drafter, make_problem, presets
+from blockdraft.commands.bench_cases import choose_make_attend, make_drafter, make_problem, presets
 from blockdraft.config import LossConfig, OptimConfig, RunConfig
-from blockdraft.models.attention import bare_flex_attend, sdpa_attend
 from blockdraft.models.compiled import How
 from blockdraft.runtime.saver import Saver
 from blockdraft.runtime.spans import Lane
 from blockdraft.training.checkpoint import DRAFTER, OPTIMIZER, contents_of, verify
-from blockdraft.training.step import Blocks, DrafterStep, MakeAttend
+from blockdraft.training.step import Blocks, DrafterStep
 
 
 def say(line: str) -> None:
@@ -42,11 +41,11 @@ def make_step(args: argparse.Namespace, device: torch.device) -> tuple[DrafterSt
     num_tokens, num_anchors = (4096, 512) if args.shapes != "tiny" else (64, 8)
     dtype = torch.bfloat16
     problem = make_problem(shape, num_tokens, num_anchors, device, dtype)
-    attend: MakeAttend = bare_flex_attend if device.type == "cuda" else sdpa_attend
+    how = cast(How, args.how) if device.type == "cuda" else "nothing"
     step = DrafterStep(
         make_drafter(shape, device, dtype), problem.ends, problem.ends, loss=LossConfig(),
-        optim=OptimConfig(lr=1e-4), total_steps=10 * args.steps, make_attend=attend,
-        how=cast(How, args.how) if device.type == "cuda" else "nothing",
+        optim=OptimConfig(lr=1e-4), total_steps=10 * args.steps,
+        make_attend=choose_make_attend("sdpa" if how == "nothing" else "own", how), how=how,
     )  # fmt: skip
     slots = (1, num_anchors, shape.block_size - 1)
     weight_RAS = problem.weight_N.view(slots).float()
@@ -194,7 +193,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="qwen3-8b", choices=sorted(presets()))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--root", default="")
-    parser.add_argument("--how", default="stack")
+    parser.add_argument("--how", default="kernels")
     # torch's own warnings are not what is measured.
     warnings.simplefilter("ignore")
     return run(parser.parse_args())

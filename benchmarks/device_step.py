@@ -1,10 +1,10 @@
 """The drafter's step on one GPU: exactness, floors, variants and other trainers, in one process.
 
 usage: PYTHONPATH=src python benchmarks/device_step.py [--parts exact,floor,step,graph,profile,objectives,...]
-           [--shapes qwen3-8b,qwen3.6-27b] [--variants layer/own/2048 stack/flex/4096] [--seconds 330] [--out DIR]
+           [--shapes qwen3-8b,qwen3.6-27b] [--variants kernels/own/2048 stack/flex/4096] [--seconds 330] [--out DIR]
            [--peers specforge,nemo,speculators] [--rehearse]
 
-Parts run in the order given. A variant is how the stack is compiled / its attention / rows of a chunk of the head; the
+Parts run in the order given. A variant is how the stack runs / its attention / rows of a chunk of the head; the
 first one is what profile, graph, objectives and optimizer measure.
 
 Protocol: T 4096, A 512, L 16, 5 layers, random data, all-ones loss mask, CUDA events, rotated order; median and
@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="qwen3-8b,qwen3.6-27b")
     parser.add_argument("--seconds", type=float, default=330.0)
     parser.add_argument("--out", default="")
-    parser.add_argument("--variants", nargs="+", default=["layer/own/2048"])
+    parser.add_argument("--variants", nargs="+", default=["kernels/own/2048"])
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()

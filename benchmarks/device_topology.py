@@ -1,7 +1,7 @@
 """Several targets and several drafters with random weights: 5 + 3 on eight GPUs, 4 + 4, 6 + 2, pairs.
 
 usage: python benchmarks/device_topology.py [--split 5+3] [--pairs] [--shapes qwen3.6-27b] [--steps 200] [--compare 30]
-           [--trace FILE.json] [--single stack]
+           [--trace FILE.json] [--how kernels]
 
 Targets take the first devices, drafters the next ones; `--pairs` ties target i to drafter i. `--device cpu` rehearses
 it on threads. Prints tokens per second, what each worker's time went into, depth of the channel, start-up, compilations
@@ -24,6 +24,7 @@ from device_run import Ran, Rates, alone, say, synchronize, tell, train
 from device_shapes import TARGETS, make_loader, make_step, make_target
 
 from blockdraft.data.loader import Loader
+from blockdraft.models.compiled import How
 from blockdraft.models.target import Target
 from blockdraft.runtime.chrome_trace import chrome_trace, last_steps
 from blockdraft.runtime.sides import busy_shares
@@ -132,7 +133,7 @@ def build(args: argparse.Namespace, split: Split, is_gpu: bool) -> tuple[list[Ta
         targets.append(make_target(args.shapes, device, dtype))
         synchronize()
         say(f"target on {device}: built in {time.monotonic() - started:.1f} s")
-    how = args.single if is_gpu else "nothing"
+    how: How = args.how if is_gpu else "nothing"
     steps = [
         make_step(
             args.shapes, targets[0], device, how=how, accumulation=len(split.drafters), total_steps=args.steps
@@ -226,7 +227,7 @@ def main() -> int:
     parser.add_argument("--pairs", action="store_true", help="target i feeds drafter i")
     parser.add_argument("--shapes", choices=list(TARGETS), default="qwen3.6-27b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--single", choices=["stack", "layer"], default="stack", help="what is one compiled graph")
+    parser.add_argument("--how", choices=["kernels", "stack", "layer"], default="kernels", help="drafters run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--documents", type=int, default=400)
     parser.add_argument("--compare", type=int, default=30, help="steps repeated with 1 + 1; 0 for none")

@@ -4,6 +4,8 @@ R rows, T context keys, A anchors, L block size, N rows of the head, D width, V 
 """
 
 import dataclasses
+import sys
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor
 from blockdraft.config import OptimConfig
 from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.blocks import block_positions
-from blockdraft.models.compiled import compile_drafter
-from blockdraft.models.drafter import Drafter
+from blockdraft.models.compiled import How, compile_drafter
+from blockdraft.models.drafter import Drafter, DrafterShape
 from blockdraft.training.head_kl import choose_slot_kl
 from blockdraft.training.head_loss import choose_slot_loss
 from blockdraft.training.loss import slot_kl, slot_loss
@@ -86,6 +88,90 @@ def test_a_drafter_compiled_by_layers():
 
     for found, wanted in zip(gradients("layer", kernel_attend), gradients("nothing", sdpa_attend), strict=True):
         assert distance(found, wanted) < 1e-5
+
+
+class Case(NamedTuple):
+    """Two rows of a middle size, the first of two documents, the second with invalid blocks; no bfloat16 is rounded."""
+
+    shape: DrafterShape
+    document_RT: Tensor
+    position_RT: Tensor
+    anchor_RA: Tensor
+    features_RTC: Tensor
+    first_RAD: Tensor
+    upstream_RND: Tensor
+
+
+def middle_case(options: dict[str, Any]) -> Case:
+    shape = dataclasses.replace(
+        tiny_drafter(tiny_target("llama"), 16).shape, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64,
+        intermediate_size=1408, **options,
+    )  # fmt: skip
+    tokens, anchors = 700, 45
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(2, *size, generator=generator, device="cuda").bfloat16()
+
+    position_RT = torch.arange(tokens, device="cuda").repeat(2, 1)
+    document_RT = torch.zeros_like(position_RT)
+    document_RT[0, 300:], position_RT[0, 300:] = 1, position_RT[0, 300:] - 300
+    drawn = [torch.randperm(tokens - 1, generator=generator, device="cuda")[:anchors].sort().values for _ in range(2)]
+    anchor_RA = torch.stack(drawn)
+    anchor_RA[1, -3:] = -1
+    width = len(shape.target_layer_ids) * shape.hidden_size
+    first_RAD = draw(anchors + 1, shape.hidden_size)
+    return Case(shape, document_RT, position_RT, anchor_RA, draw(tokens, width), first_RAD, draw(anchors * 15, 512))
+
+
+def outputs_and_gradients(case: Case, how: How, make_attend: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Of a second pass: in the first kernels are compiled, in the second nothing may wait for the GPU."""
+    drafter = Drafter(case.shape)
+    drafter.initialise(torch.Generator().manual_seed(0))
+    drafter = drafter.bfloat16().to("cuda", dtype)
+    run = compile_drafter(drafter, how)
+    found: list[Tensor] = []
+    for mode in ("default", "error"):
+        drafter.zero_grad()
+        torch.cuda.set_sync_debug_mode(mode if how == "kernels" else "default")
+        try:
+            attend = make_attend(case.shape, case.document_RT, case.position_RT, case.anchor_RA)
+            block_position_RQ = block_positions(case.position_RT, case.anchor_RA, case.shape.block_size)
+            first_RAD = case.first_RAD.to(dtype)
+            hidden_RND = run(case.features_RTC.to(dtype), case.position_RT, first_RAD, block_position_RQ, attend)
+            hidden_RND.backward(case.upstream_RND.to(dtype))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        before = found
+        found = [hidden_RND.detach(), *(weight.grad for weight in drafter.parameters() if weight.grad is not None)]
+    assert len(found) == 1 + len(list(drafter.parameters()))
+    if how == "kernels":
+        assert all(torch.equal(mine, its) for mine, its in zip(found, before, strict=True)), (
+            "other bits the second time"
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_layers": 3, "window": 40, "window_layers": (0,)}, {"num_layers": 2, "causal": True}, {"num_layers": 1}],
+    ids=str,
+)
+def test_a_drafter_by_its_own_kernels(options):
+    from blockdraft.models.block_attention import kernel_attend
+
+    case = middle_case(options)
+    exact = outputs_and_gradients(case, "nothing", sdpa_attend, torch.float64)
+    for found, wanted in zip(outputs_and_gradients(case, "kernels", kernel_attend, torch.float32), exact, strict=True):
+        assert distance(found, wanted) < 1e-5
+    plain = outputs_and_gradients(case, "nothing", sdpa_attend, torch.bfloat16)
+    mine = outputs_and_gradients(case, "kernels", kernel_attend, torch.bfloat16)
+    far, its = ([distance(*pair) for pair in zip(one, exact, strict=True)] for one in (mine, plain))
+    sys.stdout.write(f"bfloat16 from float64, {options}: {max(far):.2e}, the plain drafter's {max(its):.2e}\n")
+    # A vector of 64 or 512 sums may be off by chance.
+    assert far[0] <= 1.05 * its[0]
+    assert sum(far) <= 1.05 * sum(its)
+    assert all(one <= 1.5 * other for one, other in zip(far, its, strict=True))
 
 
 @pytest.mark.parametrize("finish", FINISHES, ids=str)

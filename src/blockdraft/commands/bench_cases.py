@@ -5,6 +5,7 @@ C captured layers, N = A * S drafted rows, V ids of the head, H heads, G key/val
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
@@ -229,6 +230,25 @@ def seen_pairs(shape: DrafterShape, anchor_RA: Tensor, window: int | None, first
     return int(context_RAL.sum() + own_L.sum() * anchor_RA.numel())
 
 
+class LayerRows(NamedTuple):
+    """Different rows of a layer, of a step of one row: repetitions of a mask token's are one."""
+
+    known: int
+    """With keys and values."""
+    queries: int
+    behind: int
+    """The attention's output and all that follows."""
+
+
+def layer_rows(shape: DrafterShape, num_anchors: int) -> list[LayerRows]:
+    """Of each layer. The first has the anchors' and the mask token's; in the last slot 0 has keys and values only."""
+    first, drafted = num_anchors + 1, num_anchors * (shape.block_size - 1)
+    found = [LayerRows(*(num_anchors * shape.block_size,) * 3) for _ in range(shape.num_layers)]
+    found[-1] = found[-1]._replace(queries=drafted, behind=drafted)
+    found[0] = found[0]._replace(known=first, queries=first)
+    return found
+
+
 class Product(NamedTuple):
     """A matrix product [m, k] @ [k, n] of the step, and how often it comes."""
 
@@ -240,24 +260,20 @@ class Product(NamedTuple):
 
 
 def products(shape: DrafterShape, num_tokens: int, num_anchors: int) -> list[Product]:
-    """Every matrix product of a step without the head's, as this implementation runs it."""
+    """Every matrix product of a step of one row without the head's, as the drafter runs by its own kernels."""
     width, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    block, drafted = num_anchors * shape.block_size, num_anchors * (shape.block_size - 1)
-    layers = shape.num_layers
-    # In the last layer slot 0 has a key and a value only.
-    asking = [(rows, times) for rows, times in ((block, layers - 1), (drafted, 1)) if times]
-    linear = [
-        *((rows, keys, width, 2 * layers) for rows in (num_tokens, block)),
-        *((rows, queries, width, times) for rows, times in asking),
-        *((rows, width, queries, times) for rows, times in asking),
-        *((rows, inner, width, 2 * times) for rows, times in asking),
-        *((rows, width, inner, times) for rows, times in asking),
-    ]
+    linear = Counter({(num_tokens, keys, width): 2 * shape.num_layers})
+    for rows in layer_rows(shape, num_anchors):
+        linear[rows.known, keys, width] += 2
+        linear[rows.queries, queries, width] += 1
+        linear[rows.behind, width, queries] += 1
+        linear[rows.behind, inner, width] += 2
+        linear[rows.behind, width, inner] += 1
     # The first layer passes gradients on as all others do: the weight of its input norm needs them.
-    found = [Product("forward", m, n, k, times) for m, n, k, times in linear]
-    found += [Product("input", m, k, n, times) for m, n, k, times in linear]
-    found += [Product("weight", n, k, m, times) for m, n, k, times in linear]
+    found = [Product("forward", m, n, k, times) for (m, n, k), times in linear.items()]
+    found += [Product("input", m, k, n, times) for (m, n, k), times in linear.items()]
+    found += [Product("weight", n, k, m, times) for (m, n, k), times in linear.items()]
     features = len(shape.target_layer_ids) * width
     # The features need no gradient.
     return [
@@ -283,13 +299,16 @@ ATTENTION_WORK: Final = 4
 def useful_flops(shape: DrafterShape, num_tokens: int, anchor_RA: Tensor) -> float:
     """Useful work of a step, counted alike for every trainer: 3 x forward of the trainable stack + 2 x the head.
 
-    Slot 0 counts as long as something is read off it: not in the head, and in the last layer as key and value only.
+    Slot 0 counts as long as something is read off it: not in the head, and in the last layer as key and value only. In
+    the first layer every other slot holds the mask token: one row for the products ahead of the attention.
     """
     width, last = shape.hidden_size, shape.num_layers - 1
-    block, drafted = anchor_RA.numel() * shape.block_size, anchor_RA.numel() * (shape.block_size - 1)
+    drafted = anchor_RA.numel() * (shape.block_size - 1)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layers = 2 * (last * block + drafted) * (2 * queries * width + 3 * width * shape.intermediate_size)
-    layers += shape.num_layers * 2 * (block + num_tokens) * 2 * keys * width
+    layers = 0
+    for rows in layer_rows(shape, anchor_RA.numel()):
+        layers += 2 * width * (rows.queries * queries + 2 * (rows.known + num_tokens) * keys)
+        layers += 2 * width * rows.behind * (queries + 3 * shape.intermediate_size)
     windows = [shape.window if i in shape.window_layers else None for i in range(shape.num_layers)]
     pairs = sum(seen_pairs(shape, anchor_RA, window, int(i == last)) for i, window in enumerate(windows))
     features = 2 * num_tokens * len(shape.target_layer_ids) * width * width

@@ -108,14 +108,19 @@ def products_floor(
     return [(one, timed[one[:4]], 2 * one.m * one.n * one.k / timed[one[:4]] / 1e9) for one in found]
 
 
+# fmt: off
 CLASSES = {
     "loss between products": ("_between",),
     "attention backward": ("query_kernel", "context_kernel", "block_kernel", "delta_kernel"),
     "attention forward": ("forward_kernel",),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk", "triton_mm", "triton_tem_fused_mm"),
     "copies": ("Memcpy", "Memset"),
-    "fused elementwise": ("triton_",),
+    "fused elementwise": (
+        "triton_", "norm_kernel", "norm_backward", "rotate_", "turn_back", "mask_row", "expand_kernel", "sum_kernel",
+        "reduce_kernel", "swiglu_",
+    ),
 }
+# fmt: on
 
 
 def kernel_class(name: str) -> str:

@@ -10,8 +10,10 @@ from blockdraft.cli import main
 from blockdraft.commands.bench import Options, step_shape
 from blockdraft.commands.bench_cases import make_drafter, make_problem, products, stack_step, useful_flops
 from blockdraft.commands.bench_shapes import target_configs
+from blockdraft.commands.bench_timing import kernel_class
 from blockdraft.models.drafter import default_layer_ids
 from integration.tiny import tiny_target
+from unit.models.test_own_layers import added
 
 SMALL = ("--shapes", "tiny", "--row-length", "96", "--num-anchors", "9", "--num-layers", "2", "--steps", "2")
 
@@ -49,13 +51,14 @@ def test_useful_work_counts_every_product_once():
     block, drafted, context = 5 * 16, 5 * 15, 64
     heads, groups, width = 4 * 16, 2 * 16, 64
 
-    def layer(asking: int) -> int:
+    def layer(asking: int, queries: int, known: int) -> int:
         """Of a layer in which so many slots of each block do more than give a key and a value."""
         rows = 5 * asking
-        products = rows * width * heads * 2 + (block + context) * width * groups * 2 + 3 * rows * width * 96
+        products = width * ((queries + rows) * heads + (known + context) * groups * 2 + 3 * rows * 96)
         return 2 * products + 4 * heads * (int(problem.anchor_RA.sum()) * asking + 5 * asking * 16)
 
-    stack = layer(16) + layer(15) + 2 * context * 2 * width * width
+    # The first layer's rows: of five anchors and of the mask token.
+    stack = layer(16, 6, 6) + layer(15, drafted, block) + 2 * context * 2 * width * width
     assert useful_flops(shape, 64, problem.anchor_RA) == 3 * stack + 2 * 2 * drafted * width * shape.vocab_size
 
 
@@ -64,11 +67,12 @@ def test_the_listed_products_are_those_a_step_runs(num_layers):
     shape = step_shape(Options(what="step", shapes="tiny", num_layers=num_layers))
     problem = make_problem(shape, 64, 5, torch.device("cpu"), torch.float32)
     drafter = make_drafter(shape, torch.device("cpu"), torch.float32)
-    forward = stack_step(problem, drafter, "nothing", "sdpa")
-    with FlopCounterMode(display=False) as counter:
+    forward = stack_step(problem, drafter, "kernels", "sdpa")
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added}) as counter:
         forward().sum().backward()
     listed = sum(2 * one.m * one.n * one.k * one.times for one in products(shape, 64, 5))
-    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == listed
+    counts = counter.get_flop_counts()["Global"]
+    assert counts[torch.ops.aten.mm] + counts[torch.ops.aten.addmm_] == listed
 
 
 @pytest.mark.parametrize(
@@ -89,3 +93,13 @@ def test_what_cannot_be_measured_is_refused(flags, message, capsys):
 def test_every_named_target_has_layers_for_the_default_drafter(name):
     ids = default_layer_ids(target_configs()[name].num_hidden_layers, Options(what="pipeline").num_layers)
     assert len(set(ids)) == Options(what="pipeline").num_layers
+
+
+def test_every_kernel_of_a_layer_counts_as_elementwise():
+    pytest.importorskip("triton")
+    from blockdraft.models import layer_kernels
+
+    names = [name for name in vars(layer_kernels) if name.endswith("_kernel")]
+    assert len(names) > 8
+    assert {kernel_class(name) for name in names} == {"fused elementwise"}
+    assert kernel_class("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_NNT") == "products"
