@@ -17,6 +17,10 @@ class ConfigError(ValueError):
     """Something the user can mend: the message says what was expected, what was found and what to do."""
 
 
+MOST_STEPS: typing.Final = 99_999_999
+"""Names of checkpoints have eight digits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     """The frozen large model."""
@@ -87,6 +91,11 @@ class DataConfig:
         for name, value in (("num_rows", self.num_rows), ("sort_window", self.sort_window)):
             _at_least(1, f"data.{name}", value)
         _at_least(1, "data.num_anchors", self.num_anchors)
+        if self.num_anchors is not None and self.num_anchors > self.row_length:
+            raise ConfigError(
+                f"data.num_anchors must be at most data.row_length ({self.row_length}), got {self.num_anchors}: "
+                "an anchor is a token of its row; lower it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +248,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("save_every", self.save_every), ("keep_last", self.keep_last)):
             _at_least(1, name, value)
+        if self.drafter.block_size > self.data.row_length:
+            raise ConfigError(
+                f"drafter.block_size must be at most data.row_length ({self.data.row_length}), got "
+                f"{self.drafter.block_size}: no document goes on behind its row's end; lower it (16 is usual)"
+            )
+        if self.steps is not None and self.steps > MOST_STEPS:
+            raise ConfigError(f"steps must be at most {MOST_STEPS:,}, got {self.steps:,}; lower it")
         _at_least(0, "seed", self.seed)
         _above_zero("epochs", self.epochs)
         if not self.run_dir:

@@ -145,6 +145,10 @@ expect(
 expect("Configuration", "a seed below 0", lambda _: RunConfig(seed=-1))
 expect("Configuration", "a warm-up of 20 steps instead of a share", lambda _: OptimConfig(warmup=20.0))
 expect("Configuration", "chunks of no rows", lambda _: LossConfig(chunk_rows=0))
+expect("Configuration", "more steps than checkpoints have names", lambda _: RunConfig(steps=10**12))
+expect("Configuration", "so many epochs", lambda at: check(at.config(steps=None, epochs=1e9)))
+expect("Configuration", "a block longer than a row", lambda at: at.config(drafter={"block_size": 100_000}))
+expect("Configuration", "more anchors than a row has tokens", lambda _: DataConfig(num_anchors=100_000))
 expect("Configuration", "rows of one token", lambda _: DataConfig(row_length=1))
 expect("Configuration", "a gamma of 0", lambda at: check(at.config(loss={"gamma": 0.0})))
 expect(

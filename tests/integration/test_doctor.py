@@ -73,7 +73,7 @@ def test_a_target_without_a_template_fails_there(files: Files, tmp_path: Path, c
 
 
 def test_what_does_not_fit_is_a_failure_with_what_helps(files: Files, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(memory_fit, "capacities", lambda devices: dict.fromkeys(devices, 1000))
+    monkeypatch.setattr(memory_fit, "capacities", lambda devices: dict.fromkeys(devices, 700_000))
     config = tiny_config(files, tmp_path / "run", keep_last=10**9)
     code, lines = examine(config, capsys)
     failures = [line for line in lines if line.startswith("FAIL")]

@@ -22,7 +22,7 @@ from blockdraft.models.ends import Ends
 from blockdraft.models.formats import load_export
 from blockdraft.models.probe import LOW_SHARE, Sample, probe
 from blockdraft.models.target import DTYPES, Target, choose_dtype
-from blockdraft.runtime.memory_fit import explain_shortage, say_plan
+from blockdraft.runtime.memory_fit import explain_shortage, is_shortage, say_plan
 from blockdraft.runtime.memory_plan import MemoryPlan, Sizes
 from blockdraft.training.start import new_drafter
 from blockdraft.training.step import DrafterStep, MakeAttend
@@ -63,7 +63,9 @@ def build(config: RunConfig, say: Callable[[str], None], *, node: int = 0, num_n
     plan = say_plan(config, sizes, say)
     try:
         return _build(config, checked, sizes, plan, say, evaluates=node == 0)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_shortage(f"{type(error).__name__}: {error}"):
+            raise
         raise ConfigError("\n".join([str(error), *explain_shortage(config, sizes)])) from error
 
 

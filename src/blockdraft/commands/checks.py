@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from blockdraft.config import ConfigError, LossConfig, RunConfig
+from blockdraft.config import MOST_STEPS, ConfigError, LossConfig, RunConfig
 from blockdraft.data.anchors import default_gamma, position_weights
 from blockdraft.data.conversations import Drops
 from blockdraft.data.evalsets import read_prompts, set_names
 from blockdraft.data.loader import Loader, LoaderConfig
 from blockdraft.data.packing import budget_bucket
+from blockdraft.data.row_budget import GRAIN
 from blockdraft.data.template import ChatTemplate, RowRefused, template_hash, tokenizer_hash
 from blockdraft.models.compiled import How
 from blockdraft.models.drafter import DrafterShape, TargetFacts, derive_shape
@@ -25,6 +26,7 @@ from blockdraft.models.formats import CONFIG, read_json, read_shape
 from blockdraft.models.outline import Outline, outline
 from blockdraft.models.target import load_tokenizer, mask_token_id
 from blockdraft.runtime.devices import check_devices, check_replicas
+from blockdraft.runtime.memory_fit import refuse_what_cannot_fit
 from blockdraft.runtime.memory_plan import Sizes
 
 if TYPE_CHECKING:
@@ -86,9 +88,14 @@ def check(config: RunConfig, *, node: int = 0, num_nodes: int = 1) -> Checked:
     if config.drafter.init_from:
         check_start(config.drafter.init_from, shape)
     draft_ids = store.seen_ids() if config.loss.draft_vocab == "data" else None
+    check_memory(config, found, shape, shape.vocab_size if draft_ids is None else len(draft_ids))
     loader = Loader(store, loader_config(config, len(drafter_devices), node, num_nodes), draft_ids)
     held_out = list(read_held_out(config, tokenizer, found.facts))
     total_steps = config.steps if config.steps is not None else loader.steps_for(config.epochs)
+    if total_steps > MOST_STEPS:
+        raise ConfigError(
+            f"epochs {config.epochs:g} of these data are {total_steps:,} steps, at most {MOST_STEPS:,}; lower it"
+        )
     loader.fix_row_budget(total_steps)
     return Checked(
         target_devices,
@@ -178,6 +185,19 @@ def check_ids(config: RunConfig, store: "Store", vocab_size: int) -> set[int]:
             "prepare it again with this target's tokenizer"
         )
     return seen
+
+
+def check_memory(config: RunConfig, found: Outline, shape: DrafterShape, head_rows: int) -> None:
+    """No row, block or number of anchors that no memory could hold: the loader would be the first to ask for it.
+
+    Raises:
+        ConfigError: the least that the run can need is hopelessly much. What is only too much, the memory plan says.
+    """
+    is_cpu = any(name.startswith("cpu") for name in config.runtime.drafters)
+    how: How = "nothing" if is_cpu else "layer"
+    # Less than a row, the loader refuses.
+    bucket = budget_bucket(config.data.row_length, max(config.data.target_tokens, config.data.row_length))
+    refuse_what_cannot_fit(config, Sizes(found, shape, head_rows, bucket, 0, how, row_budget=GRAIN), only_hopeless=True)
 
 
 def check_start(init_from: str, shape: DrafterShape) -> None:

@@ -26,7 +26,7 @@ from blockdraft.data.position import position_at
 from blockdraft.models.target import choose_dtype
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, join_world, this_node
-from blockdraft.runtime.memory_fit import compare, explain_shortage
+from blockdraft.runtime.memory_fit import compare, explain_shortage, is_shortage
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import Evaluated, MicroBatches, Report, WarmedUp
 from blockdraft.runtime.saver import Saver
@@ -327,7 +327,7 @@ class Control:
     def explain(self, error: BaseException) -> list[str]:
         """What is worth knowing beside an error: when memory ran out, the plan against what was reached."""
         # Errors of workers come as text.
-        is_short = torch.OutOfMemoryError.__name__ in str(error)
+        is_short = is_shortage(str(error))
         return explain_shortage(self.config, self.built.sizes) if is_short and self.pipeline is not None else []
 
     def _say_end(self, pipeline: Pipeline) -> None:

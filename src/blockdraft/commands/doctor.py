@@ -188,15 +188,16 @@ def _disk(config: RunConfig, checked: "Checked") -> "Finding":
 
 def _memory(config: RunConfig, checked: "Checked") -> "Iterator[Finding]":
     from blockdraft.commands.build import plan_sizes
-    from blockdraft.runtime.memory_fit import capacities, knobs, spell_knobs
+    from blockdraft.runtime.memory_fit import capacities, knobs, needs, spell_knobs
     from blockdraft.runtime.memory_plan import plan_memory, spell_bytes
 
     sizes = plan_sizes(config, checked)
     plan = plan_memory(config, sizes)
     holds = capacities(plan.devices())
+    too_small = {device for need in needs(plan, holds) if need.total > need.holds for device in need.devices}
     for device, line in zip(plan.devices(), plan.lines(), strict=True):
         result = f"{line.removeprefix('memory plan, ')}, of {spell_bytes(holds[device])}"
-        if plan.total(device) > holds[device]:
+        if device in too_small:
             helps = spell_knobs(knobs(config, sizes, device))
             yield _finding("memory", "FAIL", result, f"what helps: {helps}")
         else:

@@ -4,7 +4,7 @@ R rows, T tokens of a row, B documents of a target batch, S tokens of a document
 Works on lengths alone, so the whole order of a run can be replayed without touching a token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -138,6 +138,6 @@ def padding_share(plans: list[FillPlan]) -> PaddingShare:
     return PaddingShare(tokens, tokens - real)
 
 
-def shapes_of(plans: list[FillPlan]) -> list[Bucket]:
+def shapes_of(plans: Iterable[FillPlan]) -> list[Bucket]:
     """Every shape the target will see, largest first."""
     return sorted({bucket for plan in plans for bucket, _ in plan.batches}, key=lambda b: (-b.batch * b.length, b))

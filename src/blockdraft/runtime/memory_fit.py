@@ -14,6 +14,9 @@ from blockdraft.runtime.memory_plan import HOST, MemoryPlan, Sizes, plan_memory,
 UNPLANNED: Final = 2**30
 """Bytes of a GPU that no plan counts: context, NCCL, what lies between the allocator's blocks."""
 
+HOPELESS: Final = 2
+"""How many times a device's memory an estimated peak may be: estimates are off by percents, not by this."""
+
 ELSEWHERE: Final = "cuda:99"
 """A GPU that no run has, for plans that move something away."""
 
@@ -36,27 +39,30 @@ def capacities(devices: list[str]) -> dict[str, int]:
     }
 
 
-def knobs(config: RunConfig, sizes: Sizes, device: str) -> list[Knob]:
-    """What would free memory on a device, the largest first."""
-    before = plan_memory(config, sizes).total(device)
-    found = []
-    for change, other, other_sizes in _changes(config, sizes, device):
-        saved = before - plan_memory(other, other_sizes).total(device)
-        if saved > 0:
+def knobs(config: RunConfig, sizes: Sizes, *devices: str) -> list[Knob]:
+    """What would free memory on a device, or on several that share theirs, the largest first."""
+
+    def total(config: RunConfig, sizes: Sizes) -> int:
+        plan = plan_memory(config, sizes)
+        return sum(plan.total(device) for device in devices)
+
+    before, found = total(config, sizes), []
+    for change, other, other_sizes in _changes(config, sizes, devices[0]):
+        saved = before - total(other, other_sizes)
+        if saved > before / 1000:
             found.append(Knob(change, saved))
     return sorted(found, key=lambda knob: -knob.saved)
 
 
 def _changes(config: RunConfig, sizes: Sizes, device: str) -> Iterator[tuple[str, RunConfig, Sizes]]:
     """Changes of the run's numbers: (flags, config, sizes)."""
-    data, loss, shape = config.data, config.loss, sizes.shape
+    data, loss, runtime, shape = config.data, config.loss, config.runtime, sizes.shape
     anchors = data.num_anchors if data.num_anchors is not None else data.row_length // 4
     fewer = max(1, anchors // 2)
     yield f"--data.num-anchors {fewer}", _with(config, replace(data, num_anchors=fewer)), sizes
     chunk = max(1, loss.chunk_rows // 2)
     yield f"--loss.chunk-rows {chunk}", replace(config, loss=replace(loss, chunk_rows=chunk)), sizes
-    shallow = replace(config.runtime, channel_depth=1)
-    yield "--runtime.channel-depth 1", replace(config, runtime=shallow), sizes
+    yield "--runtime.channel-depth 1", replace(config, runtime=replace(runtime, channel_depth=1)), sizes
     rows = max(1, data.num_rows // 2)
     yield f"--data.num-rows {rows}", _with(config, replace(data, num_rows=rows)), sizes
     half = data.row_length // 2
@@ -66,12 +72,19 @@ def _changes(config: RunConfig, sizes: Sizes, device: str) -> Iterator[tuple[str
         flags = f"--data.row-length {half} --data.num-anchors {fewer} --data.target-tokens {budget}"
         bucket = budget_bucket(half, budget)
         yield f"{flags} (and prepare with --max-length {half})", _with(config, shorter), sizes._replace(bucket=bucket)
+    optim = config.optim
+    if optim.accumulation >= 2 * len(runtime.drafters):
+        steps = optim.accumulation // 2 // len(runtime.drafters) * len(runtime.drafters)
+        yield f"--optim.accumulation {steps}", replace(config, optim=replace(optim, accumulation=steps)), sizes
+    if runtime.reuse > 1:
+        again = runtime.reuse // 2
+        yield f"--runtime.reuse {again}", replace(config, runtime=replace(runtime, reuse=again)), sizes
     if data.target_tokens >= 2 * data.row_length:
         budget = data.target_tokens // 2
         bucket = budget_bucket(data.row_length, budget)
         smaller = _with(config, replace(data, target_tokens=budget))
         yield f"--data.target-tokens {budget}", smaller, sizes._replace(bucket=bucket)
-    if shape.num_layers > 1:
+    if len(shape.target_layer_ids) > 1 and shape.num_layers > 1:
         layers = shape.num_layers - 1
         # Default ids reach as deep with fewer layers.
         thinner = replace(shape, num_layers=layers, target_layer_ids=shape.target_layer_ids[1:])
@@ -112,38 +125,86 @@ def _moves(config: RunConfig, sizes: Sizes, device: str) -> Iterator[tuple[str, 
         )
 
 
+class Need(NamedTuple):
+    """What a run wants of one memory; the CPU's is the host's."""
+
+    devices: tuple[str, ...]
+    holds: int
+    total: int
+    resident: int
+    """What has to stay all the time."""
+
+    def spell(self) -> str:
+        """The devices' names."""
+        return " and ".join(self.devices)
+
+
+def needs(plan: MemoryPlan, holds: dict[str, int]) -> list[Need]:
+    """What a plan wants of each memory, by its devices in order."""
+    on_host = tuple(name for name in plan.devices() if name == HOST or torch.device(name).type == "cpu")
+    groups = [(name,) for name in plan.devices() if name not in on_host] + [on_host]
+    return [
+        Need(
+            devices,
+            holds[devices[0]],
+            sum(plan.total(name) for name in devices),
+            sum(plan.total(name, resident=True) for name in devices),
+        )
+        for devices in groups
+    ]
+
+
 def say_plan(
     config: RunConfig, sizes: Sizes, say: Callable[[str], None], capacity: dict[str, int] | None = None
 ) -> MemoryPlan:
     """Says the plan, and for every device that it does not fit, what would help; returns it.
 
     Raises:
-        ConfigError: what has to stay on a device all the time is more than it holds.
+        ConfigError: as `refuse_what_cannot_fit`.
     """
     plan = plan_memory(config, sizes)
     holds = capacities(plan.devices()) if capacity is None else capacity
     for line in plan.lines():
         say(line)
-    for device in plan.devices():
-        if plan.total(device) <= holds[device]:
-            continue
-        helps = spell_knobs(knobs(config, sizes, device))
-        if plan.total(device, resident=True) > holds[device]:
-            raise ConfigError(
-                f"memory of {device}: expected at most {spell_bytes(holds[device])}, found that the run has to keep "
-                f"{spell_bytes(plan.total(device, resident=True))} there ({spell_bytes(plan.total(device))} at its "
-                f"peak); what helps: {helps}"
+    refuse_what_cannot_fit(config, sizes, holds)
+    for need in needs(plan, holds):
+        if need.total > need.holds:
+            say(
+                f"warning: memory of {need.spell()}: the plan's {spell_bytes(need.total)} may not fit into "
+                f"{spell_bytes(need.holds)}; what helps: {spell_knobs(knobs(config, sizes, *need.devices))}"
             )
-        say(
-            f"warning: memory of {device}: the plan's {spell_bytes(plan.total(device))} may not fit into "
-            f"{spell_bytes(holds[device])}; what helps: {helps}"
-        )
     return plan
+
+
+def refuse_what_cannot_fit(
+    config: RunConfig, sizes: Sizes, capacity: dict[str, int] | None = None, *, only_hopeless: bool = False
+) -> None:
+    """Ends a run that would only fail later, in the middle of building or warming up.
+
+    Raises:
+        ConfigError: what has to stay on a device all the time is more than it holds (not asked with `only_hopeless`),
+            or the estimated peak is more than `HOPELESS` times that.
+    """
+    plan = plan_memory(config, sizes)
+    holds = capacities(plan.devices()) if capacity is None else capacity
+    for need in needs(plan, holds):
+        stays = need.resident > need.holds and not only_hopeless
+        if stays or need.total > HOPELESS * need.holds:
+            raise ConfigError(
+                f"memory of {need.spell()}: expected at most {spell_bytes(need.holds)}, found that the run has to keep "
+                f"{spell_bytes(need.resident)} there ({spell_bytes(need.total)} at its peak); what helps: "
+                f"{spell_knobs(knobs(config, sizes, *need.devices))}"
+            )
 
 
 def spell_knobs(found: list[Knob], most: int = 6) -> str:
     """The changes that free most."""
     return ", ".join(f"{knob.change} frees {spell_bytes(knob.saved)}" for knob in found[:most]) or "a larger device"
+
+
+def is_shortage(text: str) -> bool:
+    """Whether an error's text says that memory ran out: torch has a type for it on GPUs alone."""
+    return torch.OutOfMemoryError.__name__ in text or "DefaultCPUAllocator" in text
 
 
 def compare(plan: MemoryPlan, reached: dict[str, int]) -> list[str]:

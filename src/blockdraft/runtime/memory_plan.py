@@ -7,7 +7,7 @@ the CUDA context, NCCL's buffers, and what the allocator keeps between its block
 Letters of the formulas: R rows, T tokens of a row, A anchors, L block size; Q = R * A * L block tokens, N = R * A *
 (L - 1) drafted slots, B of them that reach the head (the run's row budget, or N), K = R * T context tokens; D width,
 I inner width, F = heads * head width, G = key/value heads * head width, C captured layers, V ids of the head, w bytes
-of a number.
+of a number. On a CPU masked attention keeps masks of their own (`mask_bytes`).
 """
 
 from collections import defaultdict
@@ -96,6 +96,7 @@ def plan_memory(config: RunConfig, sizes: Sizes) -> MemoryPlan:
     for name in config.runtime.drafters:
         parts += _drafter_parts(config, sizes, name)
     parts.append(Part(HOST, "copy for checkpoints", checkpoint_bytes(config, sizes.shape), False))
+    parts.append(Part(HOST, "micro-batches", micro_batch_bytes(config, sizes), False))
     if config.runtime.keep_features:
         parts.append(Part(HOST, "kept features", sizes.kept_slots * slot_bytes(config, sizes), False))
     return MemoryPlan(tuple(part for part in parts if part.bytes))
@@ -152,6 +153,19 @@ def checkpoint_bytes(config: RunConfig, shape: DrafterShape) -> int:
     return drafter_parameters(shape) * ((width if width != 4 else 0) + 4 + moments_bytes(config))
 
 
+def micro_batch_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """What the loader holds: the step that it hands out and the one that it makes, or all passes of a slot.
+
+    A pass: label (8), whether it counts (1) and weight (4) of N slots, B row numbers (8), A anchors (8); a fill: ids,
+    documents and positions of K tokens (8 each).
+    """
+    data, rows = config.data, sizes.row_budget or 0
+    anchors = data.num_rows * (data.num_anchors if data.num_anchors is not None else data.row_length // 4)
+    one = 13 * anchors * (sizes.shape.block_size - 1) + 8 * rows + 8 * anchors
+    passes = max(2 * config.optim.accumulation, config.runtime.reuse)
+    return passes * one + -(-passes // config.runtime.reuse) * 24 * data.num_rows * data.row_length
+
+
 def moments_bytes(config: RunConfig) -> int:
     """Of a parameter's moments. Muon keeps one of a matrix, AdamW two; norms are too small to tell."""
     return {"adamw": 8, "adamw_bf16": 4, "muon": 4}[config.optim.optimizer]
@@ -195,6 +209,8 @@ class Counts(NamedTuple):
     """N"""
     context: int
     """K"""
+    rows: int
+    """R"""
     hidden: int
     """D"""
     inner: int
@@ -215,6 +231,7 @@ def count_tokens(config: RunConfig, shape: DrafterShape) -> Counts:
         first=anchors + data.num_rows,
         slots=anchors * (shape.block_size - 1),
         context=data.num_rows * data.row_length,
+        rows=data.num_rows,
         hidden=shape.hidden_size,
         inner=shape.intermediate_size,
         queries=shape.num_heads * shape.head_dim,
@@ -250,6 +267,13 @@ def kept_by_layer(n: Counts, head_dim: int) -> int:
     last = n.blocks * n.hidden + n.slots * (2 * n.queries + n.hidden + 2 * n.inner)
     ends = n.context * 2 * n.hidden + (n.context + n.blocks) * 2 * head_dim + n.slots * 2 * n.hidden
     return (n.layers - 1) * layer + last + n.layers * (n.context + n.blocks) * 2 * n.keys + ends
+
+
+def mask_bytes(n: Counts, shape: DrafterShape, width: int) -> int:
+    """Masks of uncompiled attention, [R, Q / R, (K + Q) / R]: a boolean for each kind of layer, and what each layer's
+    backward keeps, which torch turns into numbers of the queries' type."""
+    kinds = 1 + (0 < len(shape.window_layers) < shape.num_layers)
+    return n.blocks * (n.context + n.blocks) // n.rows * (kinds + n.layers * width)
 
 
 def kept_by_kernels(n: Counts, head_dim: int) -> int:
@@ -288,6 +312,7 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     is_remade = sizes.how in ("kernels", "layer")
     hidden = 0 if is_remade else n.slots * n.hidden * width
     rows = n.slots if sizes.row_budget is None else min(sizes.row_budget, n.slots)
+    masks = mask_bytes(n, shape, width) if sizes.how == "nothing" else 0
     chunk = even_chunk(rows, config.loss.chunk_rows) * sizes.head_rows * width
     loss = rows * n.hidden * (4 if sizes.row_budget is None else 4 + width) + hidden
     inner = n.slots * n.inner * width
@@ -296,8 +321,8 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
         backward = 3 * inner + n.slots * n.hidden * width
     end = (drafter_parameters(shape) + 2 * n.blocks * n.hidden) * width
     phases: list[dict[str, int]] = [
-        {"kept activations": kept, "head chunk": chunk, "loss gradients": loss},
-        {"kept activations": kept, "backward": backward},
+        {"kept activations": kept, "attention masks": masks, "head chunk": chunk, "loss gradients": loss},
+        {"kept activations": kept, "attention masks": masks, "backward": backward},
         {"weight gradients": end},
     ]
     return max(phases, key=lambda phase: sum(phase.values()))

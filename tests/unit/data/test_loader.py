@@ -280,3 +280,19 @@ def test_every_shape_of_a_target_batch_was_announced(changes):
     loader = Loader(store_of(LENGTHS), config(**changes))  # type: ignore[arg-type]
     met = {tuple(batch.input_ids_BP.shape) for fill in loader.fills(0, 40) for batch in fill.batches}
     assert met <= set(map(tuple, loader.shapes_until(40)))
+
+
+def test_a_run_without_end_is_not_planned_to_its_end(monkeypatch):
+    monkeypatch.setattr("blockdraft.data.loader.MOST_PLANNED", 50)
+    loader = Loader(store_of(LENGTHS), config())  # type: ignore[arg-type]
+    asked = 0
+
+    def epochs(epoch: int, plan=loader._epoch):
+        nonlocal asked
+        asked += 1
+        # Three epochs have more than 50 fills; whoever reads on forever stops here.
+        assert asked < 1000
+        return plan(epoch)
+
+    monkeypatch.setattr(loader, "_epoch", epochs)
+    assert set(loader.shapes_until(10**8)) >= set(loader.shapes_until(loader.counts.fills))

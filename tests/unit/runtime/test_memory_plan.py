@@ -21,7 +21,15 @@ from blockdraft.models.compiled import How
 from blockdraft.models.drafter import Drafter, DrafterShape, TargetFacts
 from blockdraft.models.outline import Outline
 from blockdraft.runtime.memory_fit import compare, explain_shortage, knobs, say_plan
-from blockdraft.runtime.memory_plan import GIB, Sizes, drafter_parameters, plan_memory, spell_bytes, step_peak
+from blockdraft.runtime.memory_plan import (
+    GIB,
+    Sizes,
+    drafter_parameters,
+    micro_batch_bytes,
+    plan_memory,
+    spell_bytes,
+    step_peak,
+)
 
 
 def sizes(shape: DrafterShape, layer: int = 192_946_432) -> Sizes:
@@ -129,13 +137,14 @@ def test_what_the_objective_and_the_config_add() -> None:
     assert total(base) - total(float8) == 34 * 192_946_432
     kept = plan_memory(replace(base, runtime=replace(base.runtime, keep_features=True)), LARGE)
     assert kept.total("host") - plan_memory(base, LARGE).total("host") == 10 * 2 * 4097 * 5 * 4096
+    loader = micro_batch_bytes(base, LARGE)
     # bf16 weights, float32 masters and two moments, copied to be written.
-    assert plan_memory(base, LARGE).total("host") == (2 + 4 + 8) * drafter_parameters(LARGE.shape)
+    assert plan_memory(base, LARGE).total("host") == (2 + 4 + 8) * drafter_parameters(LARGE.shape) + loader
     rounded = replace(base, optim=OptimConfig(optimizer="adamw_bf16"))
-    assert plan_memory(rounded, LARGE).total("host") == (2 + 4 + 4) * drafter_parameters(LARGE.shape)
+    assert plan_memory(rounded, LARGE).total("host") == (2 + 4 + 4) * drafter_parameters(LARGE.shape) + loader
     assert total(base) - total(rounded) == 4 * drafter_parameters(LARGE.shape)
     float32 = replace(base, drafter=replace(base.drafter, dtype="float32"))
-    assert plan_memory(float32, LARGE).total("host") == 12 * drafter_parameters(LARGE.shape)
+    assert plan_memory(float32, LARGE).total("host") == 12 * drafter_parameters(LARGE.shape) + loader
 
 
 def test_small_chunks_and_small_rows_move_the_peak() -> None:
@@ -188,8 +197,43 @@ def test_a_plan_that_may_not_fit_warns_with_what_helps() -> None:
 
 
 def test_what_cannot_fit_is_refused() -> None:
+    absurd = replace(config(), data=replace(DATA, num_anchors=4096, num_rows=64))
+    with pytest.raises(ConfigError, match=r"keep 48\.21 GiB there \(2\d{3}\.\d+ GiB at its peak\); what helps: "):
+        say_plan(absurd, LARGE, lambda _line: None, {"cuda:0": 80 * GIB, "host": 10**15})
     with pytest.raises(ConfigError, match=r"expected at most 20\.00 GiB, found that the run has to keep 28\.52 GiB"):
         say_plan(config(), LARGE, lambda _line: None, {"cuda:0": 20 * GIB, "host": 10**15})
+
+
+def test_a_cpu_and_the_host_share_one_memory() -> None:
+    on_cpu = config(("cpu",), ("cpu",))
+    plan = plan_memory(on_cpu, LARGE)
+    together = plan.total("cpu") + plan.total("host")
+    lines: list[str] = []
+    holds = max(plan.total("cpu"), plan.total("host"), plan.total("cpu", resident=True) + plan.total("host")) + 1
+    assert plan.total("cpu") < holds < together
+    say_plan(on_cpu, LARGE, lines.append, {"cpu": holds, "host": holds})
+    assert lines[-1].startswith(f"warning: memory of cpu and host: the plan's {spell_bytes(together)} may not fit into")
+    say_plan(on_cpu, LARGE, lines.append, {"cpu": together, "host": together})
+    assert lines[-1].startswith("memory plan, host")
+
+
+def test_the_loader_holds_two_steps_or_all_passes_of_a_slot() -> None:
+    # Labels, flags and weights of 512 x 15 slots, and the anchors; ids, documents and positions of the tokens.
+    one, fill = 512 * (15 * 13 + 8), 3 * 8 * 4096
+    base = config()
+    assert micro_batch_bytes(base, LARGE) == 2 * (one + fill)
+    assert micro_batch_bytes(base, LARGE._replace(row_budget=800)) == 2 * (one + 8 * 800 + fill)
+    assert micro_batch_bytes(replace(base, optim=OptimConfig(accumulation=4)), LARGE) == 8 * (one + fill)
+    assert micro_batch_bytes(replace(base, runtime=replace(base.runtime, reuse=5)), LARGE) == 5 * one + fill
+
+
+def test_masks_of_plain_attention_are_counted() -> None:
+    # Two rows of 512 x 16 slots, each with the row's tokens and slots beside it: a boolean, and bfloat16 in each layer.
+    rows = replace(config(), data=DataConfig(row_length=1024, num_rows=2, num_anchors=512))
+    plain = LARGE._replace(how="nothing")
+    assert step_peak(rows, plain)["attention masks"] == 2 * 8192 * (1024 + 8192) * (1 + 5 * 2)
+    windowed = replace(LARGE.shape, window=32, window_layers=(0,))
+    assert step_peak(rows, plain._replace(shape=windowed))["attention masks"] == 2 * 8192 * (1024 + 8192) * (2 + 5 * 2)
 
 
 def test_plan_and_reached_stand_side_by_side() -> None:
