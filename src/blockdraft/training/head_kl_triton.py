@@ -49,8 +49,9 @@ def _between_kl_overwrite(
     x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
     y = tl.load(target_ptr + row * stride + ids, mask=inside, other=0.0)
     y, _ = finish_logits(y, multiplier, softcap, HAS_SOFTCAP)
-    tl.store(drafted_ptr + slot, first_of(x, largest, ids, NUM_IDS))
-    tl.store(chosen_ptr + slot, first_of(y, target_largest, ids, NUM_IDS))
+    own, target_own = tl.load(largest_ptr + slot), tl.load(target_largest_ptr + slot)
+    tl.store(drafted_ptr + slot, first_of(x, own, largest, ids, NUM_IDS))
+    tl.store(chosen_ptr + slot, first_of(y, target_own, target_largest, ids, NUM_IDS))
     share = tl.exp(y - target_log_sum)
     tl.store(kl_ptr + slot, tl.sum(tl.where(inside, share * ((y - target_log_sum) - (x - log_sum)), 0.0), 0))
     gradient = (tl.exp(x - log_sum) - share) * multiplier

@@ -53,9 +53,15 @@ def join_slices(largest_ptr: "Any", total_ptr: "Any", row: "Any", P: tl.constexp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def first_of(x: "Any", largest: "Any", ids: "Any", NUM_IDS: tl.constexpr) -> "Any":
-    """The first id of a slice that has the row's maximum, as argmax has it; NUM_IDS where none has."""
-    return tl.min(tl.where((x == largest) & (ids < NUM_IDS), ids, NUM_IDS), 0)
+def first_of(x: "Any", own: "Any", largest: "Any", ids: "Any", NUM_IDS: tl.constexpr) -> "Any":
+    """The first id of a slice that has the row's maximum, as argmax has it; NUM_IDS where none has.
+
+    `own`: the slice's maximum. Nearly every slice has a smaller one than its row and looks for nothing.
+    """
+    first = NUM_IDS
+    if own == largest:
+        first = tl.min(tl.where((x == largest) & (ids < NUM_IDS), ids, NUM_IDS), 0)
+    return first
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -92,12 +98,21 @@ def _between_overwrite(
     ids = part * SLICE + tl.arange(0, SLICE)
     x = tl.load(product_ptr + row * stride + ids, mask=ids < NUM_IDS, other=0.0)
     x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
-    tl.store(first_ptr + row * P + part, first_of(x, largest, ids, NUM_IDS))
-    gradient = tl.exp(x - log_sum) - tl.where(ids == label, 1.0, 0.0)
+    own = tl.load(largest_ptr + row * P + part)
+    tl.store(first_ptr + row * P + part, first_of(x, own, largest, ids, NUM_IDS))
+    gradient = tl.exp(x - log_sum)
     if HAS_SOFTCAP:
         gradient = gradient * slope
     gradient = tl.where(is_known, gradient * multiplier, 0.0)
     tl.store(product_ptr + row * stride + ids, gradient.to(product_ptr.dtype.element_ty), mask=ids < NUM_IDS)
+    if (label >= part * SLICE) & (label < part * SLICE + SLICE):
+        # The label's own gradient once more, behind the slice's: cheaper than to compare every id with the label.
+        logit = tl.load(at_label_ptr + row)
+        here = (tl.exp(logit - log_sum) - 1.0) * multiplier
+        if HAS_SOFTCAP:
+            here = here * (1.0 - logit / softcap * (logit / softcap))
+        tl.debug_barrier()
+        tl.store(product_ptr + row * stride + label, here.to(product_ptr.dtype.element_ty))
     if part == 0:
         at_label = tl.load(at_label_ptr + row, mask=is_known, other=0.0)
         tl.store(ce_ptr + row, tl.where(is_known, log_sum - at_label, 0.0))
