@@ -62,7 +62,7 @@ class Checked(NamedTuple):
         return self.shape.vocab_size if self.draft_ids is None else len(self.draft_ids)
 
     def sizes(self, how: How) -> Sizes:
-        """What the memory plan is made from; `how` the drafter will be compiled."""
+        """What the memory plan is made from; `how` the drafter will run."""
         data = self.loader.config
         bucket = budget_bucket(data.row_length, data.target_tokens)
         fills, budget = self.loader.counts.fills, self.loader.row_budget

@@ -1,4 +1,4 @@
-"""The drafter's layers compiled for fixed shapes: layer by layer, as one graph, or the attention alone.
+"""How the drafter runs in training: without a compiler, or compiled by layers, as one graph, or the attention alone.
 
 R rows, T context tokens, Q block tokens, A anchors, L block size, D width, C captured layers; [R, A + 1, D] are the
 embeddings of `blocks.first_tokens`: all that blocks are made of.

@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     kept_slots: int
     """Slots of an epoch, whose features are kept in host memory if asked."""
     how: How
-    """What of the drafter is compiled together: it decides what its forward keeps."""
+    """How the drafter runs: it decides what its forward keeps."""
     row_budget: int | None = None
     """Slots of a micro-batch that reach the head; None: all."""
 

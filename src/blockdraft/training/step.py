@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
 
 
 class MakeAttend(Protocol):
-    """Builds the attention of one pass; the runtime chooses masked SDPA or compiled flex_attention."""
+    """Builds the attention of one pass: masked SDPA, kernels of our own, or flex_attention."""
 
     def __call__(self, shape: DrafterShape, document_RT: Tensor, position_RT: Tensor, anchor_RA: Tensor) -> Attend: ...
 
@@ -109,7 +109,7 @@ class DrafterStep:
         sum_gradients: SumGradients | None = None,
         how: How = "nothing",
     ) -> None:
-        """`head` is `ends`, or `ends` restricted to a draft vocabulary; `how` says what becomes one compiled graph."""
+        """`head` is `ends`, or `ends` restricted to a draft vocabulary; `how` the drafter runs (models/compiled.py)."""
         self.drafter, self.ends, self.head = drafter, ends, head
         self.loss_config, self.optim_config, self.total_steps = loss, optim, total_steps
         self.sum_gradients = sum_gradients

@@ -12,6 +12,7 @@ import torch
 from blockdraft.config import ConfigError, LossConfig, OptimConfig
 from blockdraft.data.loader import Loader
 from blockdraft.models.attention import sdpa_attend
+from blockdraft.models.compiled import How
 from blockdraft.models.tiles import OtherTiles
 from blockdraft.runtime import warm_up
 from blockdraft.runtime.channel import Stopped
@@ -65,11 +66,11 @@ def loader():
     return Loader(store_of(LENGTHS), config())
 
 
-def step_with(make_attend) -> DrafterStep:
+def step_with(make_attend, how: How = "nothing") -> DrafterStep:
     target = tiny_target("qwen3")
     return DrafterStep(
         tiny_drafter(target, 4), target.ends, target.ends, loss=LossConfig(chunk_rows=64), optim=OptimConfig(lr=1e-3),
-        total_steps=10, make_attend=make_attend,
+        total_steps=10, make_attend=make_attend, how=how,
     )  # fmt: skip
 
 
@@ -94,9 +95,10 @@ def test_smaller_tiles_are_tried_and_said(loader, monkeypatch, tried):
     assert lines == expected
 
 
-def test_a_step_after_that_is_the_one_that_would_have_been(loader, monkeypatch):
+@pytest.mark.parametrize("how", ["nothing", "kernels"])
+def test_a_step_after_that_is_the_one_that_would_have_been(loader, monkeypatch, how):
     put_table(monkeypatch, sdpa_attend)
-    found, expected = step_with(BACKWARD), step_with(sdpa_attend)
+    found, expected = step_with(BACKWARD, how), step_with(sdpa_attend, how)
     fill = next(loader.fills(0, 1))
     target = tiny_target("qwen3")
     for step in (found, expected):
