@@ -65,6 +65,18 @@ def test_what_does_not_fit_is_divided_or_refused_with_what_helps(target: str, ca
     assert "the drafter does not fit; what helps:" in text
 
 
+def test_fewer_nodes_that_do_as_well_are_said(target: str, capsys) -> None:
+    rates = ("--target.path", target, "--target-tok-s", "25000", "--drafter-tok-s", "25000", "--gpus", "64")
+    _, text = plan(capsys, *rates, "--node-gb-s", "1")
+    assert "64 GPUs: 8 GPUs, each with target and drafter" in text and "--nnodes" not in text
+    assert "  8 nodes would be no faster: sums of gradients between them take longer than they save" in text
+    _, text = plan(capsys, *rates, "--node-gb-s", "3")
+    assert "64 GPUs: 8 nodes of 8 GPUs" in text and "no faster" not in text
+    assert "  8 GPUs, each with target and drafter reach 108,000 tokens/s, 98% of that on 8 GPUs; flags: --r" in text
+    _, text = plan(capsys, *rates)
+    assert "64 GPUs: 8 nodes of 8 GPUs" in text and "no faster" not in text and "of that on" not in text
+
+
 def test_a_run_is_measured_and_its_own_config_used(tmp_path: Path, capsys) -> None:
     files = make_files(tmp_path)
     run = tmp_path / "run"

@@ -69,7 +69,7 @@ def run(config: RunConfig | None, options: Options) -> int:
         ConfigError: nothing to plan from, or the target or the run cannot be read.
     """
     from blockdraft.runtime.memory_plan import drafter_parameters
-    from blockdraft.runtime.stages import Links, Stages
+    from blockdraft.runtime.stages import Links, Stages, best
 
     basis = find_basis(config, options)
     rates = find_rates(basis, options)
@@ -90,13 +90,16 @@ def run(config: RunConfig | None, options: Options) -> int:
     _say(f"  target {rates.target_tok_s:,.0f} tokens/s, drafter {rates.drafter_tok_s:,.0f} tokens/s")
     for line in fit.lines:
         _say(line)
-    found = find_best(stages, options.gpus, options, links, fit)
+    every = find_splits(stages, options.gpus, options, links, fit)
+    found = best(every)
     if found is None:
         _say(f"no split of {options.gpus} GPUs fits; see the lines above")
         return 1
     _say(f"{options.gpus} GPUs: {found.spell()}")
     _say(f"  {_spell_speed(found, basis)}; {found.limit} set the pace")
-    _say(f"  {step_tokens(stages, found):,.0f} tokens a step; flags: {spell_flags(found, options)}")
+    _say(f"  {step_tokens(stages, found):,.0f} tokens a step; flags: {spell_flags(found)}")
+    for line in _spell_fewer(every, found):
+        _say(line)
     for line in table(stages, options, links, basis, fit):
         _say(line)
     return 0
@@ -203,13 +206,13 @@ def find_fit(basis: Basis, options: Options) -> Fit:
     return Fit(per_target, both <= holds and per_target == 1, drafter <= holds and per_target > 0, lines)
 
 
-def find_best(stages: "Stages", gpus: int, options: Options, links: "Links", fit: Fit) -> "Split | None":
-    """The fastest split of so many GPUs; None where none fits."""
-    from blockdraft.runtime.stages import best, splits
+def find_splits(stages: "Stages", gpus: int, options: Options, links: "Links", fit: Fit) -> "list[Split]":
+    """Every split of so many GPUs, or of fewer nodes, that fits."""
+    from blockdraft.runtime.stages import splits
 
     if not fit.fits:
-        return None
-    every = splits(
+        return []
+    found = splits(
         stages,
         gpus,
         options.gpus_per_node,
@@ -217,7 +220,25 @@ def find_best(stages: "Stages", gpus: int, options: Options, links: "Links", fit
         gpus_per_target=fit.gpus_per_target,
         may_share=fit.may_share,
     )
-    return best(every)
+    return list(found)
+
+
+def _spell_fewer(every: "list[Split]", found: "Split") -> Iterator[str]:
+    """Whether all nodes are used, and what fewer of them would do."""
+    from blockdraft.runtime.stages import fewest_nodes
+
+    offered = max(split.nodes for split in every)
+    if found.nodes < offered:
+        yield (
+            f"  {offered} nodes would be no faster: sums of gradients between them take longer than they save; a "
+            "larger --optim.accumulation sums less often"
+        )
+    fewer = fewest_nodes(every, found)
+    if fewer.nodes < found.nodes:
+        yield (
+            f"  {fewer.spell()} reach {fewer.tok_s:,.0f} tokens/s, {fewer.tok_s / found.tok_s:.0%} of that on "
+            f"{fewer.gpus} GPUs; flags: {spell_flags(fewer)}"
+        )
 
 
 def _spell_speed(split: "Split", basis: Basis) -> str:
@@ -236,7 +257,7 @@ def step_tokens(stages: "Stages", split: "Split") -> float:
     return stages.micro_batch_tokens * each * split.nodes * split.drafters
 
 
-def spell_flags(split: "Split", options: Options) -> str:
+def spell_flags(split: "Split") -> str:
     """What `train` is to be told, on each node."""
     if split.is_shared:
         devices = " ".join(f"cuda:{index}" for index in range(split.targets))
@@ -252,9 +273,11 @@ def spell_flags(split: "Split", options: Options) -> str:
 
 def table(stages: "Stages", options: Options, links: "Links", basis: Basis, fit: Fit) -> Iterator[str]:
     """A line for each number of GPUs."""
+    from blockdraft.runtime.stages import best
+
     yield f"{'GPUs':>5}  {'used':>5}  {'tokens/s':>12}  {'a GPU':>8}  {'hours':>9}  split of a node"
     for gpus in sorted({*TABLE, options.gpus}):
-        split = find_best(stages, gpus, options, links, fit)
+        split = best(find_splits(stages, gpus, options, links, fit))
         if split is None:
             yield f"{gpus:>5}  too few"
             continue

@@ -4,7 +4,7 @@ A node's GPUs are dealt to targets and drafters, or every GPU holds a pair. Targ
 sum their gradients once a step. docs/performance.md has what the model says of every measured run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 SHARED_GAIN: Final = 1.08
@@ -16,6 +16,8 @@ PEER_GB_S: Final = 285.0
 """Of an all-reduce between two H200 of one node (128 MiB in 0.47 ms), gradients counted once."""
 NODE_GB_S: Final = 50.0
 """Between nodes: one 400 Gb/s card each. Not measured here."""
+NEARLY: Final = 0.95
+"""Share of the best speed from which on fewer nodes are worth a word."""
 
 
 class Stages(NamedTuple):
@@ -122,17 +124,23 @@ def splits(
     gpus_per_target: int = 1,
     may_share: bool = True,
 ) -> Iterator[Split]:
-    """Every split of at most so many GPUs in which all nodes are alike, as a run needs them."""
-    nodes = max(1, gpus // gpus_per_node)
+    """Every split of at most so many GPUs in which all nodes are alike, as a run needs them, and each full."""
     here = min(gpus, gpus_per_node)
-    if may_share and gpus_per_target == 1:
-        yield shared(stages, nodes, here, links)
-    for targets in range(1, here // gpus_per_target + 1):
-        drafters = here - targets * gpus_per_target
-        if drafters >= 1:
-            yield apart(stages, nodes, targets, drafters, links, gpus_per_target)
+    for nodes in range(1, max(1, gpus // gpus_per_node) + 1):
+        if may_share and gpus_per_target == 1:
+            yield shared(stages, nodes, here, links)
+        for targets in range(1, here // gpus_per_target + 1):
+            drafters = here - targets * gpus_per_target
+            if drafters >= 1:
+                yield apart(stages, nodes, targets, drafters, links, gpus_per_target)
 
 
-def best(found: Iterator[Split]) -> Split | None:
-    """The fastest; None where there is none."""
-    return max(found, key=lambda split: split.tok_s, default=None)
+def best(found: Iterable[Split]) -> Split | None:
+    """The fastest, of equals the one on fewest GPUs; None where there is none."""
+    return max(found, key=lambda split: (split.tok_s, -split.gpus), default=None)
+
+
+def fewest_nodes(found: Iterable[Split], fastest: Split) -> Split:
+    """Of those nearly as fast as the fastest, on fewest nodes; of these the fastest."""
+    near = (split for split in found if split.tok_s >= NEARLY * fastest.tok_s)
+    return min(near, key=lambda split: (split.nodes, -split.tok_s))

@@ -15,6 +15,7 @@ from blockdraft.runtime.stages import (
     apart,
     best,
     drafter_rate,
+    fewest_nodes,
     per_drafter,
     shared,
     splits,
@@ -97,6 +98,15 @@ def test_many_nodes_are_alike_and_leftover_gpus_stay_out() -> None:
     wide = best(splits(BALANCED, 8, 8, Links(), gpus_per_target=3))
     assert wide is not None and wide.gpus_per_target == 3 and not wide.is_shared
     assert "targets over 3 GPUs each" in wide.spell()
+
+
+def test_nodes_that_sums_take_longer_than_are_left_out_and_nearly_as_fast_is_told_apart() -> None:
+    for between, nodes, fewer in ((1.0, 1, 1), (2.2, 8, 1), (50.0, 8, 8)):
+        every = list(splits(BALANCED, 64, 8, Links(between=between)))
+        found = best(every)
+        assert found is not None and found.nodes == nodes
+        near = fewest_nodes(every, found)
+        assert near.nodes == fewer and near.tok_s >= 0.95 * found.tok_s
 
 
 @pytest.mark.parametrize(("name", "tflop"), [("qwen3-8b", 75.1), ("qwen3.6-27b", 128.8)])
