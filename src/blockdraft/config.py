@@ -234,8 +234,6 @@ class RunConfig:
     save_every: int = 500
     keep_last: int = 2
     """Checkpoints kept."""
-    resume: str = ""
-    """Checkpoint directory, or auto for the newest of run_dir."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
@@ -297,11 +295,21 @@ def read_config(path: Path) -> RunConfig:
     return from_json(path.read_text(encoding="utf-8"), str(path))
 
 
+class Removed(typing.NamedTuple):
+    """A field that saved configs of earlier versions have."""
+
+    default: Any
+    """What says nothing, so that it may stay there; None: whatever it says has to go."""
+    advice: str
+
+
 REMOVED: typing.Final = {
-    "log_every": "console lines come when they are due, and metrics.jsonl has every step; delete the line",
-    "runtime.poison": "it is a flag of the command now, --poison; delete the line",
+    "log_every": Removed(
+        None, "console lines come when they are due, and metrics.jsonl has every step; delete the line"
+    ),
+    "resume": Removed("", "it is a flag of the command now, --resume; delete the line"),
+    "runtime.poison": Removed(False, "it is a flag of the command now, --poison; delete the line"),
 }
-"""Fields that saved configs of earlier versions have, and what to do with them."""
 
 
 def _build(cls: type, values: Any, source: str, prefix: str) -> Any:
@@ -309,9 +317,11 @@ def _build(cls: type, values: Any, source: str, prefix: str) -> Any:
         raise ConfigError(f"{source}: {prefix or 'the top level'} must be an object, found {type(values).__name__}")
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
+    values = {name: value for name, value in values.items() if not _says_nothing(prefix + name, value)}
     unknown = sorted(set(values) - known)
     if unknown and prefix + unknown[0] in REMOVED:
-        raise ConfigError(f"{source}: {prefix}{unknown[0]} is of an earlier version: {REMOVED[prefix + unknown[0]]}")
+        advice = REMOVED[prefix + unknown[0]].advice
+        raise ConfigError(f"{source}: {prefix}{unknown[0]} is of an earlier version: {advice}")
     if unknown:
         raise ConfigError(f"{source}: unknown field {prefix}{unknown[0]}; known here: {', '.join(sorted(known))}")
     fields = {name: _value(hints[name], value, source, prefix + name) for name, value in values.items()}
@@ -319,6 +329,10 @@ def _build(cls: type, values: Any, source: str, prefix: str) -> Any:
         return cls(**fields)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    return name in REMOVED and value is not None and value == REMOVED[name].default
 
 
 def _value(hint: Any, value: Any, source: str, name: str) -> Any:

@@ -122,10 +122,9 @@ def copied(at: Place) -> Path:
 def resume(at: Place, directory: Path, **changes: Any) -> None:
     """Goes on from a checkpoint."""
     config = tiny_config(at.files, directory.parents[1], steps=4, save_every=2)
-    config = replace(config, resume=str(directory))
     for section, values in changes.items():
         config = replace(config, **{section: replace(getattr(config, section), **values)})
-    train.run(config, train.Options())
+    train.run(config, train.Options(resume=str(directory)))
 
 
 expect(

@@ -7,7 +7,6 @@ at random moments, and at moments that random ones rarely meet: between the writ
 inside warm-up, while the run directory is claimed. Prints a line for each kill, and one object of JSON at the end.
 """
 
-import dataclasses
 import json
 import os
 import random
@@ -67,7 +66,7 @@ def arm(kind: str, draw: random.Random) -> None:
         at_call(control, draw.choice(["claim", "write_environment", "MetricsFile"]), 1)
 
 
-def fork(config: RunConfig, log: Path, kind: str = "time", draw: random.Random | None = None) -> int:
+def fork(config: RunConfig, log: Path, kind: str = "time", draw: random.Random | None = None, resume: str = "") -> int:
     """Starts a run in a child; returns its process id."""
     child = os.fork()
     if child:
@@ -79,7 +78,7 @@ def fork(config: RunConfig, log: Path, kind: str = "time", draw: random.Random |
         os.dup2(descriptor, 2)
         if draw is not None:
             arm(kind, draw)
-        code = train.run(config, train.Options())
+        code = train.run(config, train.Options(resume=resume))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -114,10 +113,9 @@ def main(root: Path, num_kills: int, seed: int) -> int:
     write_conversations(root / "prompts.jsonl", [chat("Say ab."), chat("Count.")])
     evaluation = {"prompts": (str(root / "prompts.jsonl"),), "every": EVAL_EVERY, "max_new_tokens": 16}
 
-    def config(name: str, **changes: object) -> RunConfig:
+    def config(name: str) -> RunConfig:
         runtime = {"targets": ("cpu", "cpu")}
-        base = tiny_config(files, root / name, steps=STEPS, save_every=SAVE_EVERY, runtime=runtime, eval=evaluation)
-        return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+        return tiny_config(files, root / name, steps=STEPS, save_every=SAVE_EVERY, runtime=runtime, eval=evaluation)
 
     started = time.monotonic()
     code = wait(fork(config("whole"), root / "whole.log"), None)
@@ -136,7 +134,7 @@ def main(root: Path, num_kills: int, seed: int) -> int:
         draw.random()
         before = last_step(root / name)
         killed += code == -signal.SIGKILL
-        code = wait(fork(config(name, resume="auto"), log), None)
+        code = wait(fork(config(name), log, resume="auto"), None)
         if code:
             sys.stdout.write(log.read_text())
             return 1

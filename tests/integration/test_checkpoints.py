@@ -56,7 +56,7 @@ def test_five_and_five_equal_ten_with_evaluation(files, tmp_path, evaluation, ru
     config = tiny_config(files, tmp_path / "whole", **changes)
     whole = run_control(config)
     checkpoint = forget_after(whole.run_dir, tmp_path / "parts", 5)
-    resumed = run_control(dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume=str(checkpoint)))
+    resumed = run_control(dataclasses.replace(config, run_dir=str(tmp_path / "parts")), resume=checkpoint)
     # Parameters, masters, moments; losses, learning rates, tokens, acceptance.
     assert_same_run(resumed.run_dir, whole.run_dir)
     states = [read_state(list_checkpoints(run.run_dir / "checkpoints")[-1]) for run in (whole, resumed)]
@@ -76,8 +76,8 @@ def test_pairs_go_on_as_a_pool_and_two_drafters_as_one(files, tmp_path):
     whole = run_control(config).run_dir
     for name, runtime in (("pool", {"targets": ("cpu",), "drafters": TWO}), ("one", {"targets": ("cpu",)})):
         checkpoint = forget_after(whole, tmp_path / name, 5)
-        now = tiny_config(files, tmp_path / name, resume=str(checkpoint), runtime=runtime, **changes)
-        resumed = run_control(now).run_dir
+        now = tiny_config(files, tmp_path / name, runtime=runtime, **changes)
+        resumed = run_control(now, resume=checkpoint).run_dir
         assert [line["tokens"] for line in metrics(resumed)] == [line["tokens"] for line in metrics(whole)]
         if name == "pool":
             assert_same_run(resumed, whole)
@@ -95,7 +95,7 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(files, tmp_path, eva
         kept = [line for line in lines if json.loads(line)["step"] < step or '"loss"' in line]
         kept = [line for line in kept if json.loads(line)["step"] <= step]
         (tmp_path / str(step) / "metrics.jsonl").write_text("".join(kept))
-        run_control(dataclasses.replace(config, run_dir=str(tmp_path / str(step)), resume=str(checkpoint)))
+        run_control(dataclasses.replace(config, run_dir=str(tmp_path / str(step))), resume=checkpoint)
         assert metrics(tmp_path / str(step)) == metrics(whole)
 
 
@@ -125,10 +125,10 @@ def test_auto_takes_the_one_before_a_damaged_checkpoint_and_says_so(files, tmp_p
     flip(newest / "optimizer.safetensors")
     config = dataclasses.replace(config, run_dir=str(whole))
     with pytest.raises(ConfigError, match=r"optimizer\.safetensors: expected sha256 \w+, found \w+; the file"):
-        train.run(dataclasses.replace(config, resume=str(newest)), train.Options())
+        train.run(config, train.Options(resume=str(newest)))
     shutil.copytree(whole, tmp_path / "parts")
-    parts = dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume="auto")
-    assert train.run(parts, train.Options()) == 0
+    parts = dataclasses.replace(config, run_dir=str(tmp_path / "parts"))
+    assert train.run(parts, train.Options(resume="auto")) == 0
     said = capsys.readouterr().out
     assert "warning: damaged checkpoint" in said
     assert "damaged_step_00000010 now, and the checkpoint before it is taken" in said
@@ -147,13 +147,13 @@ def test_other_versions_and_nothing_but_damage_are_refused(files, tmp_path):
     whole = (last / "state.json").read_text()
     assert '"format": 2' in whole
     (last / "state.json").write_text(whole.replace('"format": 2', '"format": 3'))
-    auto = dataclasses.replace(config, resume="auto")
+    auto = train.Options(resume="auto")
     with pytest.raises(ConfigError, match="expected checkpoint format 2, found 3, written by blockdraft"):
-        train.run(auto, train.Options())
+        train.run(config, auto)
     (last / "state.json").unlink()
     (first / "drafter.safetensors").unlink()
     with pytest.raises(ConfigError, match="expected a whole checkpoint, found 2 damaged; start over with --overwrite"):
-        train.run(auto, train.Options())
+        train.run(config, auto)
 
 
 def flip(file: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_in_a_save_ends_the_run_and_keeps_the_last_checkpoi
     root = tmp_path / "run/checkpoints"
     assert [path.name for path in root.iterdir()] == ["step_00000005"]
     verify(root / "step_00000005")
-    assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
+    assert train.run(config, train.Options(resume="auto")) == 0
     assert_same_run(tmp_path / "run", whole)
 
 

@@ -229,7 +229,7 @@ def test_a_resume_with_other_drafters_keeps_the_losses(files, tmp_path, before, 
     whole = run_control(config).run_dir
     checkpoint = forget_after(whole, tmp_path / "parts", 5)
     config = accumulated(files, tmp_path / "parts", 4, runtime={"drafters": ("cpu",) * after})
-    resumed = run_control(dataclasses.replace(config, resume=str(checkpoint)))
+    resumed = run_control(config, resume=checkpoint)
     assert_close_run(resumed.run_dir, whole)
 
 

@@ -303,13 +303,13 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_gap_when_it_dies(files, t
     whole = run_control(config).run_dir
     shutil.copytree(whole, tmp_path / "parts")
     first, last = list_checkpoints(tmp_path / "parts/checkpoints")
-    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume=str(first))
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"))
     lines: list[str] = []
     with pytest.raises(WorkerError, match="target 0 breaks here"):
-        run_control(config, delay=raise_in("target 0", 7), say=lambda _control, line: lines.append(line))
+        run_control(config, resume=first, delay=raise_in("target 0", 7), say=lambda _control, line: lines.append(line))
     assert "note: step_00000010 is of the run that is left here; the next save removes it" in lines
     # Step 10 is of the run that was left: its metrics are gone, so nobody may go on from there.
     assert list_checkpoints(tmp_path / "parts/checkpoints") == [first]
-    assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
+    assert train.run(config, train.Options(resume="auto")) == 0
     assert_same_run(tmp_path / "parts", whole)
     assert sorted(path.name for path in (tmp_path / "parts/checkpoints").glob("*step*")) == [first.name, last.name]

@@ -78,9 +78,7 @@ def test_one_drafter_of_two_makes_both_skip(files, tmp_path, poison):
     assert not (tmp_path / "nonfinite").exists()
     # The count survives a resume.
     assert read_state(list_checkpoints(tmp_path / "checkpoints")[-1])["skipped_steps"] == 1
-    resumed = run_control(
-        dataclasses.replace(config, steps=7, resume=str(list_checkpoints(tmp_path / "checkpoints")[-1]))
-    )
+    resumed = run_control(dataclasses.replace(config, steps=7), resume=list_checkpoints(tmp_path / "checkpoints")[-1])
     assert metrics(resumed.run_dir)[-1]["skipped_steps"] == 1
 
 

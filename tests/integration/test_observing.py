@@ -115,7 +115,7 @@ def test_a_resumed_run_goes_on_with_its_samples(files, tmp_path):
     config = tiny_config(files, tmp_path / "whole")
     run_control(config)
     checkpoint = forget_after(tmp_path / "whole", tmp_path / "parts", 5)
-    run_control(tiny_config(files, tmp_path / "parts", resume=str(checkpoint)), diagnostics=Diagnostics(trace_steps=50))
+    run_control(tiny_config(files, tmp_path / "parts"), resume=checkpoint, diagnostics=Diagnostics(trace_steps=50))
     steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / "workers.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     assert {1, 5, 6, 10} <= set(steps)

@@ -49,8 +49,7 @@ def test_five_steps_and_five_more_equal_ten(files, tmp_path, changes):
     whole = run_control(config).run_dir
     checkpoint = forget_after(whole, tmp_path / "parts", 5)
     assert checkpoint.name == "step_00000005"
-    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume=str(checkpoint))
-    resumed = run_control(config)
+    resumed = run_control(dataclasses.replace(config, run_dir=str(tmp_path / "parts")), resume=checkpoint)
     assert any("5 steps done" in line for line in resumed.lines)
     assert [line["step"] for line in metrics(resumed.run_dir)] == list(range(1, 11))
     assert_same_run(resumed.run_dir, whole)
@@ -70,7 +69,7 @@ def test_a_run_asked_to_stop_saves_and_goes_on(files, tmp_path):
     steps = int(newest_checkpoint(stopped.run_dir).name.removeprefix("step_"))
     assert 4 <= steps < 10, "the run was over before it heard the request"
     assert [line["step"] for line in metrics(stopped.run_dir)] == list(range(1, steps + 1))
-    assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
+    assert train.run(config, train.Options(resume="auto")) == 0
     assert_same_run(tmp_path / "parts", whole)
 
 
@@ -78,15 +77,15 @@ def test_a_finished_run_has_nothing_left_to_do(files, tmp_path, capsys):
     config = tiny_config(files, tmp_path, steps=2)
     assert train.run(config, train.Options()) == 0
     before = metrics(tmp_path)
-    assert train.run(dataclasses.replace(config, resume="auto"), train.Options()) == 0
+    assert train.run(config, train.Options(resume="auto")) == 0
     assert "all 2 steps are done already" in capsys.readouterr().out
     assert metrics(tmp_path) == before
     with pytest.raises(ConfigError, match="holds a run already"):
         train.run(config, train.Options())
     assert train.run(config, train.Options(overwrite=True)) == 0
     assert metrics(tmp_path) == before
-    with pytest.raises(ConfigError, match=r"--overwrite starts over and resume \(auto\) goes on"):
-        train.run(dataclasses.replace(config, resume="auto"), train.Options(overwrite=True))
+    with pytest.raises(ConfigError, match=r"--overwrite starts over and --resume auto goes on"):
+        train.run(config, train.Options(resume="auto", overwrite=True))
 
 
 def test_two_runs_do_not_write_one_directory(files, tmp_path):
@@ -102,7 +101,7 @@ def test_two_runs_do_not_write_one_directory(files, tmp_path):
 def test_the_saved_config_does_not_ask_to_be_resumed_again(files, tmp_path):
     config = tiny_config(files, tmp_path, steps=2)
     assert train.run(config, train.Options()) == 0
-    assert train.run(dataclasses.replace(config, steps=4, resume="auto"), train.Options()) == 0
+    assert train.run(dataclasses.replace(config, steps=4), train.Options(resume="auto")) == 0
     assert read_config(tmp_path / "config.json") == dataclasses.replace(config, steps=4)
 
 
@@ -117,8 +116,8 @@ def test_a_torn_save_is_ignored(files, tmp_path):
     unfinished.mkdir()
     with (tmp_path / "parts/metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "los')
-    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume="auto")
-    assert train.run(config, train.Options()) == 0
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"))
+    assert train.run(config, train.Options(resume="auto")) == 0
     assert_same_run(tmp_path / "parts", whole)
 
 

@@ -33,7 +33,7 @@ def test_a_run_with_a_budget_learns_the_same_and_resumes_bit_for_bit(tmp_path, m
     shutil.rmtree(list_checkpoints(tmp_path / "parts" / "checkpoints")[-1])
     checkpoint = newest_checkpoint(tmp_path / "parts")
     assert checkpoint is not None
-    resumed = run_control(dataclasses.replace(config, run_dir=str(tmp_path / "parts"), resume=str(checkpoint)))
+    resumed = run_control(dataclasses.replace(config, run_dir=str(tmp_path / "parts")), resume=checkpoint)
     assert_same_run(resumed.run_dir, counted.run_dir)
 
     monkeypatch.setattr(loader, "MOST_COUNTED", 0)

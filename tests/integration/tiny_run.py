@@ -97,11 +97,12 @@ class Ran(NamedTuple):
 def run_control(
     config: RunConfig,
     *,
+    resume: Path | None = None,
     delay: Delay = no_delay,
     say: Callable[[Control, str], None] | None = None,
     diagnostics: Diagnostics = NONE,
 ) -> Ran:
-    """Trains in this thread; `say` sees each console line."""
+    """Trains in this thread, from the checkpoint `resume` on if there is one; `say` sees each console line."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
@@ -111,7 +112,7 @@ def run_control(
         if say is not None:
             say(control, line)
 
-    control = Control(config, run_dir, hear, delay=delay, line_seconds=0.0, diagnostics=diagnostics)
+    control = Control(config, run_dir, hear, resume=resume, delay=delay, line_seconds=0.0, diagnostics=diagnostics)
     assert control.run() == 0
     assert worker_threads() == []
     return Ran(run_dir, lines, control)

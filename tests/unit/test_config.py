@@ -124,12 +124,24 @@ def test_an_unknown_field_is_refused_by_name(values: dict[str, Any], field: str)
 
 
 @pytest.mark.parametrize(
-    ("values", "words"), [({"log_every": 5}, "log_every"), ({"runtime": {"poison": True}}, "--poison")]
+    ("values", "words"),
+    [
+        ({"log_every": 5}, "log_every"),
+        ({"runtime": {"poison": True}}, "--poison"),
+        ({"resume": "auto"}, "--resume"),
+    ],
 )
 def test_a_field_of_an_earlier_version_says_what_became_of_it(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.json: .* is of an earlier version: .*delete the line") as refused:
         from_json(json.dumps(values), "run.json")
     assert words in str(refused.value)
+
+
+def test_a_field_of_an_earlier_version_that_says_nothing_may_stay() -> None:
+    # What every config and every checkpoint of those versions has.
+    values = {"seed": 3, "resume": "", "runtime": {"poison": False, "channel_depth": 4}}
+    config = from_json(json.dumps(values), "run.json")
+    assert (config.seed, config.runtime.channel_depth) == (3, 4)
 
 
 def test_broken_json_names_file_and_line(tmp_path: Path) -> None:

@@ -51,12 +51,16 @@ class Control:
         say: Callable[[str], None],
         *,
         delay: Delay = no_delay,
+        resume: Path | None = None,
         line_seconds: float = LINE_SECONDS,
         diagnostics: Diagnostics = NONE,
         stops: Stops | None = None,
     ) -> None:
-        """`line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step."""
-        self.line_seconds = line_seconds
+        """`resume`: the checkpoint to go on from.
+
+        `line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step.
+        """
+        self.line_seconds, self.resume = line_seconds, resume
         self.config, self.run_dir, self.delay = config, run_dir, delay
         self.diagnostics = diagnostics
         # One node speaks, writes and evaluates for all.
@@ -116,7 +120,7 @@ class Control:
 
     def _train(self, config: RunConfig, trackers: list[Tracker], first_step: int) -> int:
         if self.is_first_node:
-            claim(self.run_dir, config)
+            claim(self.run_dir, config, is_resumed=self.resume is not None)
             for name in leave_behind(self.run_dir / "checkpoints", first_step):
                 self.say(f"note: {name} is of the run that is left here; the next save removes it")
             write_environment(self.run_dir, self.built)
@@ -144,9 +148,9 @@ class Control:
 
     def _read_resumed(self, config: RunConfig) -> tuple[int, int]:
         """Steps done and steps skipped before this start."""
-        if not config.resume:
+        directory = self.resume
+        if directory is None:
             return 0, 0
-        directory = Path(config.resume)
         check_resumable(directory, config)
         state = read_state(directory)
         first_step = int(state["steps_done"])
@@ -175,7 +179,8 @@ class Control:
         if self.is_first_node and self.built.tapes:
             recorder = self._recorder(trackers, total)
             if not recorder.metrics.is_evaluated:
-                resume_into(Path(self.config.resume), step.drafter, step.optimizer)
+                assert self.resume is not None
+                resume_into(self.resume, step.drafter, step.optimizer)
                 recorder.evaluation(evaluate(self.built, total, _nothing))
             recorder.close()
         self.say(f"all {total} steps are done already")
@@ -227,8 +232,8 @@ class Control:
     # In the drafters' threads
 
     def _after_warm_up(self, step: DrafterStep) -> None:
-        if self.config.resume:
-            resume_into(Path(self.config.resume), step.drafter, step.optimizer)
+        if self.resume is not None:
+            resume_into(self.resume, step.drafter, step.optimizer)
         if self.is_first_node and step is self.built.steps[0]:
             self.saver.prepare()
 

@@ -7,7 +7,7 @@ from blockdraft.config import RunConfig
 from blockdraft.runtime.distributed import World
 
 OWN = (
-    "run_dir", "resume", "trackers", "target.path", "data.train", "drafter.init_from", "runtime.channel_depth",
+    "run_dir", "trackers", "target.path", "data.train", "drafter.init_from", "runtime.channel_depth",
     "runtime.stall_seconds", "eval.prompts", "eval.every", "eval.num_prompts", "eval.max_new_tokens",
 )  # fmt: skip
 """Fields that each node may have of its own: places, and what changes no number."""

@@ -8,7 +8,6 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -65,16 +64,13 @@ def hold(run_dir: Path) -> Iterator[None]:
         os.close(held)
 
 
-def claim(run_dir: Path, config: RunConfig) -> None:
-    """Makes the directory this run's: an earlier run that is not resumed goes, this run's config comes.
-
-    What was resumed is left out: whoever takes this config for another run, or to start over, must not bring it along.
-    """
+def claim(run_dir: Path, config: RunConfig, *, is_resumed: bool) -> None:
+    """Makes the directory this run's: an earlier run that is not resumed goes, this run's config comes."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not config.resume:
+    if not is_resumed:
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    _write(run_dir / "config.json", to_json(replace(config, resume="")))
+    _write(run_dir / "config.json", to_json(config))
 
 
 def write_environment(run_dir: Path, built: Built) -> None:

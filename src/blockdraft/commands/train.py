@@ -6,7 +6,7 @@ Writes a run directory: config.json (resolved), environment.json, metrics.jsonl,
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class Options:
     """Flags beside those of the recipe."""
 
+    resume: str = ""
+    """Go on from this checkpoint directory; auto: from the newest of the run directory."""
     overwrite: bool = False
     """Start over in a run directory that holds a run; its metrics and checkpoints go once the new run is checked."""
     poison: bool = False
@@ -53,20 +55,18 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     from blockdraft.runtime.workers import Stalled, WorkerError
 
     run_dir = Path(config.run_dir)
-    if options.overwrite and config.resume:
-        raise ConfigError(
-            f"--overwrite starts over and resume ({config.resume}) goes on; leave one of them out (--resume '' empties)"
-        )
+    if options.overwrite and options.resume:
+        raise ConfigError(f"--overwrite starts over and --resume {options.resume} goes on; leave one of them out")
     if this_node() == 0:
-        _check_run_dir(run_dir, config, options)
-    config = _find_resume(config, run_dir)
+        _check_run_dir(run_dir, options)
+    resume = _find_resume(options.resume, run_dir)
     diagnostics = Diagnostics(
         poison=options.poison,
         serial_targets=options.serial_targets,
         trace_steps=options.trace,
         count_waits=options.count_waits,
     )
-    control = Control(config, run_dir, _say, diagnostics=diagnostics, stops=stops)
+    control = Control(config, run_dir, _say, resume=resume, diagnostics=diagnostics, stops=stops)
     try:
         return control.run()
     except (WorkerError, Stalled, NodeLost, NonFinite) as error:
@@ -100,8 +100,8 @@ def _say_last_checkpoint(control: "Control") -> None:
         sys.stderr.write(f"the last complete checkpoint is {found[-1]}; go on with --resume auto\n")
 
 
-def _find_resume(config: RunConfig, run_dir: Path) -> RunConfig:
-    """The config with the directory to resume from, whole by its checksums.
+def _find_resume(resume: str, run_dir: Path) -> Path | None:
+    """The checkpoint to go on from, whole by its checksums; None: the run begins.
 
     Raises:
         ConfigError: the checkpoint named is damaged or of another version.
@@ -110,21 +110,22 @@ def _find_resume(config: RunConfig, run_dir: Path) -> RunConfig:
     from blockdraft.training.checkpoint import verify
     from blockdraft.training.resuming import find_newest
 
-    if config.resume == "auto":
-        found = find_newest(run_dir / "checkpoints", _say, set_aside=this_node() == 0)
-        return replace(config, resume="" if found is None else str(found))
-    if config.resume and (Path(config.resume) / "config.json").is_file():
-        verify(Path(config.resume))
-    return config
+    if resume == "auto":
+        return find_newest(run_dir / "checkpoints", _say, set_aside=this_node() == 0)
+    directory = Path(resume) if resume else None
+    # What is no checkpoint at all is refused with the rest of what may not be resumed.
+    if directory is not None and (directory / "config.json").is_file():
+        verify(directory)
+    return directory
 
 
-def _check_run_dir(run_dir: Path, config: RunConfig, options: Options) -> None:
+def _check_run_dir(run_dir: Path, options: Options) -> None:
     """Refuses to mix two runs in one directory; nothing is removed before the new run has passed its own checks.
 
     Raises:
         ConfigError: it holds a run, and neither --resume nor --overwrite was given.
     """
-    if (run_dir / "metrics.jsonl").exists() and not config.resume and not options.overwrite:
+    if (run_dir / "metrics.jsonl").exists() and not options.resume and not options.overwrite:
         raise ConfigError(
             f"{run_dir} holds a run already; go on with --resume auto, start over with --overwrite, or choose another "
             "--run-dir"

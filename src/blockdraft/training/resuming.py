@@ -9,7 +9,7 @@ from blockdraft.config import ConfigError, RunConfig, read_config
 from blockdraft.training.checkpoint import CONFIG, STATE, Damaged, list_checkpoints, read_state, verify, versions
 
 RESUMABLE = (
-    "run_dir", "steps", "epochs", "save_every", "keep_last", "resume", "trackers", "runtime", "eval",
+    "run_dir", "steps", "epochs", "save_every", "keep_last", "trackers", "runtime", "eval",
     "optim.max_skipped",
 )  # fmt: skip
 """Fields that may differ between a checkpoint and the run that resumes it."""
