@@ -13,15 +13,13 @@ from torch import Tensor
 from blockdraft.models import layer_kernels as kernels
 from blockdraft.models.layer_ops import Expand, HeadGradient, LayerOps, Normed, NormGradient, SwigluGradient, check_map
 
-NORM_PROGRAMS: Final = 2
-"""Of the norm's backward, which keeps a row of sums in registers, on each multiprocessor."""
-HEAD_PROGRAMS: Final = 8
-"""Of other kernels that sum over rows."""
+NORM_WARPS: Final = 16
+"""Of the norm's backward on each multiprocessor: its 128 registers of a thread leave room for no more."""
+HEAD_PROGRAMS: Final = 4
+"""Of other kernels that sum over rows, as many as there is room for: a second round would leave most of it empty."""
 NUM_WARPS: Final = 4
 """Of kernels whose programs take tiles of `TILE` elements."""
 TILE: Final = 4096
-SUM_TILE: Final = 2048
-"""Where sums are kept in registers besides."""
 SWIGLU_TILE: Final = 2048
 PARTS: Final = 256
 """Lines that are added up at a time, in columns of `COLUMNS`."""
@@ -74,9 +72,9 @@ class TritonOps:
         num_rows, width = total_ND.shape
         gradient_ND = torch.empty_like(total_ND)
         normed_ND = torch.empty_like(total_ND) if wants_normed else None
-        num_programs = min(num_rows, _num_processors(total_ND) * NORM_PROGRAMS)
-        part_PD = torch.empty(num_programs, width, dtype=torch.float32, device=total_ND.device)
         block = triton.next_power_of_2(width)
+        num_programs = min(num_rows, _num_processors(total_ND) * (NORM_WARPS // _row_warps(block)))
+        part_PD = torch.empty(num_programs, width, dtype=torch.float32, device=total_ND.device)
         kernels.norm_backward_kernel[(num_programs,)](
             upstream_ND, total_ND, rstd_N, weight_D, beside_MD, gradient_ND,
             gradient_ND if normed_ND is None else normed_ND, part_PD, num_rows,
@@ -100,7 +98,7 @@ class TritonOps:
         num_made = len(x_NF) if expand is None else expand.num_made(len(x_NF))
         assert cos_ME.shape == sin_ME.shape == (num_made, dim), "a row of factors for each row that is made"
         out_MF = torch.empty(num_made, width, dtype=x_NF.dtype, device=x_NF.device)
-        half, tile = _tile(dim, TILE)
+        half, tile = _tile(dim)
         kernels.rotate_kernel[(triton.cdiv(num_made * (width // dim), tile),)](
             x_NF, weight_E, cos_ME, sin_ME, out_MF, num_made, 0 if expand is None else expand.num_anchors, eps,
             H=width // dim, E=dim, TILE=tile, HALF=half, L=_block_size(expand, None),
@@ -127,7 +125,7 @@ class TritonOps:
             groups = num_rows // (expand.num_anchors + 1)
             # Of slot 0, where that was made.
             num_rows = 0 if expand.first_slot else groups * expand.num_anchors
-        half, tile = _tile(dim, SUM_TILE)
+        half, tile = _tile(dim)
         num_programs = min(triton.cdiv(num_rows * num_heads, tile), _num_processors(x_NF) * HEAD_PROGRAMS)
         part_PE = torch.empty(num_programs + groups * num_heads, dim, dtype=torch.float32, device=x_NF.device)
         if num_rows:
@@ -205,7 +203,7 @@ def _turn_back(
 ) -> Tensor:
     """Gradients before the rotation of each batch row's later slots, as sums of some of its tokens each: [R, P, F]."""
     dim = cos_ME.shape[1]
-    half, tile = _tile(dim, TILE)
+    half, tile = _tile(dim)
     heads = min(8, tile, triton.next_power_of_2(num_heads))
     rows = tile // heads
     columns = triton.cdiv(num_heads, heads)
@@ -251,11 +249,11 @@ def _num_processors(like: Tensor) -> int:
     return int(torch.cuda.get_device_properties(like.device).multi_processor_count) if like.is_cuda else 1
 
 
-def _tile(dim: int, size: int) -> tuple[int, int]:
-    """Half a head as a power of two, and heads to a tile of `size` elements."""
+def _tile(dim: int) -> tuple[int, int]:
+    """Half a head as a power of two, and heads to a tile."""
     assert dim % 2 == 0, "a head has two halves"
     half = triton.next_power_of_2(dim // 2)
-    return half, max(1, size // (2 * half))
+    return half, max(1, TILE // (2 * half))
 
 
 def _block_size(expand: Expand | None, drop: int | None) -> int:

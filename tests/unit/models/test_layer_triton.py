@@ -54,8 +54,8 @@ def compare() -> None:
 
     interpreter._patch_lang_tensor = patched
     # Several programs, and several turns of each.
-    layer_triton.TILE, layer_triton.SUM_TILE, layer_triton.SWIGLU_TILE = 128, 64, 64
-    layer_triton.HEAD_PROGRAMS, layer_triton.PARTS = 3, 2
+    layer_triton.TILE, layer_triton.SWIGLU_TILE = 64, 64
+    layer_triton.HEAD_PROGRAMS, layer_triton.NORM_WARPS, layer_triton.PARTS = 3, 3, 2
     for dtype in TOLERANCES:
         compare_norms(dtype)
         compare_heads(dtype, num_heads=3, dim=12)
@@ -129,7 +129,7 @@ BUILT = {
         {**WIDE, "HAS_RESIDUAL": True, "HAS_NORMED": True, "L": 16, "DROP": True}, 16, 128, 12, 4
     ),
     "rotate_kernel": Built({**HEADS, **PLAIN, "TILE": 32, "EXPAND": True}, 4, 80, 8, 4),
-    "rotate_backward_kernel": Built({**HEADS, "TILE": 16, "L": 16, "EXPAND": False}, 4, 96, 8, 2),
+    "rotate_backward_kernel": Built({**HEADS, "TILE": 32, "L": 16, "EXPAND": False}, 4, 128, 14, 4),
     "turn_back_kernel": Built({**HEADS, "HEADS": 8, "ROWS": 4, "L": 16, "FIRST": 0}, 4, 96, 8, 2),
     "expand_kernel": Built({"F": 1024, "ROWS": 4, "BLOCK": 1024, "L": 16, "FIRST": 0}, 4, 64, 4, 4),
     "sum_kernel": Built({"F": 1024, "ROWS": 8, "BLOCK": 512, "L": 16, "FIRST": 0}, 4, 64, 4, 4),
