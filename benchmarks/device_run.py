@@ -136,7 +136,7 @@ def tell(ran: Ran, protection: Protection | None, waits: WaitCount) -> None:
         say(line)
     if protection is not None:
         say(f"after warm-up: {protection.compilations()}")
-        waits.end(len(ran.losses), ran.pipeline.workers)
+        waits.end(ran.pipeline.workers)
         for line in (*ran.pipeline.memory.describe(), *waits.describe()):
             say(line)
 

@@ -9,6 +9,7 @@ import torch
 
 from blockdraft.data.loader import Fill
 from blockdraft.runtime.distributed import GradientSum, join_world
+from blockdraft.runtime.meeting import Meeting
 from blockdraft.runtime.transfers import to_device
 from blockdraft.training.step import DrafterStep
 
@@ -119,6 +120,7 @@ class Contest:
         self.replicas, self.rounds, self.most_ctas = replicas, rounds, most_ctas
         self.store = join_world().store
         self.together = threading.Barrier(len(replicas))
+        self.launches = Meeting(len(replicas), self._check)
         self.compiling = threading.Lock()
         self.found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         self.errors: list[BaseException] = []
@@ -133,6 +135,10 @@ class Contest:
         if self.errors:
             raise self.errors[0]
         return {way: min(max(both) for both in rounds) for way, rounds in self.found.items()}
+
+    def _check(self) -> None:
+        if self.errors:
+            raise threading.BrokenBarrierError
 
     def _body(self, rank: int) -> None:
         try:
@@ -151,7 +157,7 @@ class Contest:
             replica.run("without")
         self.together.wait(200)
         replica.total = GradientSum(
-            self.store, rank, len(self.replicas), replica.device, 60.0, most_ctas=self.most_ctas
+            self.store, rank, len(self.replicas), replica.device, 60.0, most_ctas=self.most_ctas, launch=self.launches
         )
         replica.step.join(replica.total)
         zeros = replica.like_gradients()

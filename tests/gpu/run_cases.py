@@ -211,7 +211,7 @@ def train(size: Size) -> dict[str, Any]:
             pipeline.abort_sums()
         pipeline.crew.join()
         drain()
-        waits.end(size.steps, pipeline.workers)
+        waits.end(pipeline.workers)
         return result(size, pipeline, protection, waits) | {
             "losses": losses,
             "warm_up": [line for line in warm_up if line.startswith("drafter")],

@@ -337,7 +337,7 @@ class Control:
 
     def _say_end(self, pipeline: Pipeline) -> None:
         done = pipeline.last_step + 1
-        pipeline.waits.end(done - pipeline.first_step, pipeline.workers)
+        pipeline.waits.end(pipeline.workers)
         for line in (*pipeline.describe_sides(), *pipeline.memory.describe(), *pipeline.waits.describe()):
             self.say(line)
         reached = {str(device): max(seen.peaks) for device, seen in pipeline.memory.found().items()}

@@ -4,11 +4,12 @@ rank = node * drafters_per_node + i. gloo on CPUs, NCCL on GPUs. With several no
 torchrun, a TCPStore joins them; with one, a HashStore joins its threads.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed
 from torch import Tensor
 
 from blockdraft.config import ConfigError
+from blockdraft.runtime.meeting import Meeting
 
 # The classes of process groups and stores are exported at run time only.
 c10d: Any = torch.distributed
@@ -250,12 +252,15 @@ class GradientSum:
         timeout_s: float,
         meet: Callable[[], None] = lambda: None,
         most_ctas: int | None = NCCL_CTAS,
+        launch: Meeting | None = None,
     ) -> None:
         """`meet`: called before a step's first sum; returns when all drafters of this process are there, or raises.
 
         `most_ctas`: multiprocessors that NCCL may take from the backward beside it; None leaves it to NCCL.
+        `launch`: where the drafters of this process meet before and after a launch on GPUs; needed with several.
         """
         self.device, self.rank, self.size, self.timeout_s, self.meet = device, rank, size, timeout_s, meet
+        self._launch = launch
         kept = c10d.PrefixStore("drafters", store)
         timeout = timedelta(seconds=timeout_s)
         self._running: deque[Any] = deque()
@@ -274,6 +279,16 @@ class GradientSum:
         else:
             self.group = c10d.ProcessGroupGloo(kept, rank, size, timeout)
 
+    @contextlib.contextmanager
+    def _launching(self) -> Iterator[None]:
+        """On GPUs all drafters of this process launch a collective at the same moment: see runtime/meeting.py."""
+        if self._launch is None or self.device.type != "cuda":
+            yield
+            return
+        self._launch.meet()
+        yield
+        self._launch.meet()
+
     def start(self, bucket: list[Tensor]) -> None:
         """Begins to replace these tensors, all of one type, by their sums over all drafters.
 
@@ -283,7 +298,8 @@ class GradientSum:
             NodeLost: another drafter left.
         """
         try:
-            self._running.append(self.group.allreduce_coalesced(bucket, self._options))
+            with self._launching():
+                self._running.append(self.group.allreduce_coalesced(bucket, self._options))
         except RuntimeError as error:
             raise self._lost() from error
 

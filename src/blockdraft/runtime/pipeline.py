@@ -18,12 +18,13 @@ from blockdraft.runtime.channel import Channel, Stopped, Work
 from blockdraft.runtime.clocks import BOUNDARY, BUSY, OTHERS
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, GradientSum, World
+from blockdraft.runtime.meeting import Meeting
 from blockdraft.runtime.memory import MemoryWatch
 from blockdraft.runtime.reports import Inbox, WarmedUp, report_micro_batches, report_step
 from blockdraft.runtime.sides import Busy, busy_shares, describe_sides
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot, describe_link, step_of
 from blockdraft.runtime.spans import HAND_OVER, INPUT, KEPT, TRACED, Record
-from blockdraft.runtime.transfers import pinned, to_device
+from blockdraft.runtime.transfers import pinned, take_page_locked, to_device
 from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.warm_up import Settle, Turns, warm_up_drafter, warm_up_target
 from blockdraft.runtime.workers import Crew, Watchdog, Worker
@@ -91,6 +92,7 @@ class Pipeline:
         self.crew = Crew(self.channel)
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
         self.reports = Inbox()
+        self._launches = Meeting(len(steps), self.channel.check)
         self._turns = Turns(len(targets) + len(steps), self.channel.check)
         self._go = threading.Event()
         self._stop_wanted, self._tokens = False, 0
@@ -187,6 +189,8 @@ class Pipeline:
         worker.clock.restart()
 
     def _load(self, worker: Worker) -> None:
+        if self._is_on_gpu:
+            take_page_locked(self.loader.config, len(self.steps))
         self._begin(worker)
 
         def fills() -> Iterator[Fill]:
@@ -256,7 +260,9 @@ class Pipeline:
                 self.channel.meet()
                 rank, size = self.loader.config.first_drafter + index, self.loader.config.num_drafters
                 client, device = self.world.client(), step.drafter.device
-                step.join(GradientSum(client, rank, size, device, self.sum_seconds, self.channel.meet))
+                step.join(
+                    GradientSum(client, rank, size, device, self.sum_seconds, self.channel.meet, launch=self._launches)
+                )
             self._train(worker, index)
             self._finish_together(index)
 

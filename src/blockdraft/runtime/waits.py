@@ -38,7 +38,11 @@ class Waits(NamedTuple):
 
 
 class WaitCount:
-    """Profiles the steps from FIRST_STEP on. Control calls it with every step that it hears of."""
+    """Profiles the steps from FIRST_STEP on. Control calls it with every step that it hears of.
+
+    What it hears of lies behind: a profiler takes seconds to start, and the workers go on meanwhile. So the steps that
+    are counted are those in which the workers are, and not those that are reported.
+    """
 
     def __init__(self, num_steps: int) -> None:
         """0 counts nothing."""
@@ -53,16 +57,16 @@ class WaitCount:
             return
         if self._profiler is None:
             if number >= FIRST_STEP:
-                self._first = number
                 self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 self._profiler.start()
-        elif number >= self._first + self.num_steps:
-            self._finish(number, workers)
+                self._first = max(_steps(workers))
+        elif min(_steps(workers)) >= self._first + self.num_steps:
+            self._finish(workers)
 
-    def end(self, number: int, workers: list[Worker]) -> None:
-        """The run is over after this step; a profiler that still runs is stopped, and what it saw counts."""
+    def end(self, workers: list[Worker]) -> None:
+        """The run is over; a profiler that still runs is stopped, and what it saw counts."""
         if self._profiler is not None and self.found is None:
-            self._finish(number, workers)
+            self._finish(workers)
 
     def stop(self) -> None:
         """The run has failed: a profiler must not outlive it."""
@@ -70,12 +74,13 @@ class WaitCount:
             self._profiler.stop()
             self._profiler = None
 
-    def _finish(self, number: int, workers: list[Worker]) -> None:
+    def _finish(self, workers: list[Worker]) -> None:
         self._profiler.stop()
+        steps = min(_steps(workers)) - self._first
         events, names = self._events(), thread_numbers(workers)
         seen = {names[event["tid"]] for event in events if _is_call(event) and event.get("tid") in names}
         unseen = tuple(worker.name for worker in workers if worker.device.type == "cuda" and worker.name not in seen)
-        self.found = Waits(number - self._first, count_waits(events, names), unseen)
+        self.found = Waits(steps, count_waits(events, names), unseen)
 
     def _events(self) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as directory:
@@ -93,6 +98,11 @@ class WaitCount:
             if (self.found is None)
             else [str(self.found)]
         )
+
+
+def _steps(workers: list[Worker]) -> list[int]:
+    """In which step each of them is that has a GPU."""
+    return [worker.step for worker in workers if worker.device.type == "cuda"]
 
 
 def thread_numbers(workers: list[Worker]) -> dict[int, str]:

@@ -61,28 +61,46 @@ class StubProfiler:
         Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
+def gpu_worker(name):
+    worker = Worker(name, torch.device("cuda"), lambda _worker: None)
+    worker.thread = threading.current_thread()
+    return worker
+
+
 def test_steps_behind_the_twentieth_are_profiled_once(monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
-    worker = Worker("target 0", torch.device("cpu"), lambda _worker: None)
-    worker.thread = threading.current_thread()
-    count = WaitCount(5)
-    for step in range(1, 25):
-        count.step(step, [worker])
+    worker, count = gpu_worker("target 0"), WaitCount(5)
+    for worker.step in range(24):
+        count.step(worker.step + 1, [worker])
     assert count.describe() == ["waits for a GPU: not counted, fewer than 25 steps"]
-    for step in range(25, 40):
-        count.step(step, [worker])
+    for worker.step in range(24, 40):
+        count.step(worker.step + 1, [worker])
     assert count.found == waits.Waits(5, {"target 0 cudaStreamSynchronize": 1})
     assert count.describe() == ["waits for a GPU in 5 steps: target 0 cudaStreamSynchronize 1"]
 
 
+def test_steps_that_were_done_while_the_profiler_started_do_not_count(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
+    worker, count = gpu_worker("drafter 0"), WaitCount(5)
+    # It is heard of the twentieth step when the workers are in the 300th already, and of all others at once.
+    worker.step = 300
+    for number in range(20, 300):
+        count.step(number, [worker])
+    assert count.found is None
+    worker.step = 305
+    count.step(300, [worker])
+    assert count.found is not None
+    assert count.found.steps == 5
+
+
 def test_a_worker_whose_calls_the_trace_does_not_name_is_not_said_to_wait_for_nothing(monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
-    seen = Worker("target 0", torch.device("cuda"), lambda _worker: None)
-    seen.thread = threading.current_thread()
-    other = Worker("drafter 0", torch.device("cuda"), lambda _worker: None)
+    seen, other = gpu_worker("target 0"), gpu_worker("drafter 0")
+    other.thread = None
     count = WaitCount(5)
-    for step in range(1, 30):
-        count.step(step, [seen, other])
+    for step in range(30):
+        seen.step = other.step = step
+        count.step(step + 1, [seen, other])
     assert count.found is not None
     assert count.found.unseen == ("drafter 0",)
     line = "waits for a GPU in 5 steps: not known, the trace names no call of drafter 0"
@@ -106,18 +124,16 @@ def test_a_profiler_does_not_outlive_a_run_that_is_shorter(monkeypatch, how):
         return made[-1]
 
     monkeypatch.setattr(torch.profiler, "profile", make)
-    worker = Worker("target 0", torch.device("cpu"), lambda _worker: None)
-    worker.thread = threading.current_thread()
-    count = WaitCount(5)
-    for step in range(1, 23):
-        count.step(step, [worker])
+    worker, count = gpu_worker("target 0"), WaitCount(5)
+    for worker.step in range(22):
+        count.step(worker.step + 1, [worker])
     assert made[0].running
     if how == "end":
-        count.end(22, [worker])
+        count.end([worker])
         assert count.found == waits.Waits(2, {"target 0 cudaStreamSynchronize": 1})
     else:
         count.stop()
         assert count.found is None
     assert not made[0].running
-    count.end(22, [worker])
+    count.end([worker])
     count.stop()
