@@ -91,7 +91,10 @@ def test_a_drafter_compiled_by_layers():
 
 
 class Case(NamedTuple):
-    """Two rows of a middle size, the first of two documents, the second with invalid blocks; no bfloat16 is rounded."""
+    """Two rows of a middle size, the first of two documents, the second with invalid blocks; bfloat16 holds the numbers.
+
+    Heads are those of the attention's test, so that its kernels are compiled already.
+    """
 
     shape: DrafterShape
     document_RT: Tensor
@@ -104,7 +107,7 @@ class Case(NamedTuple):
 
 def middle_case(options: dict[str, Any]) -> Case:
     shape = dataclasses.replace(
-        tiny_drafter(tiny_target("llama"), 16).shape, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64,
+        tiny_drafter(tiny_target("llama"), 16).shape, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=128,
         intermediate_size=1408, **options,
     )  # fmt: skip
     tokens, anchors = 700, 45
@@ -153,8 +156,9 @@ def outputs_and_gradients(case: Case, how: How, make_attend: Any, dtype: torch.d
 
 
 @pytest.mark.parametrize(
+    # First, middle and last layers, and one that is all of these.
     "options",
-    [{"num_layers": 3, "window": 40, "window_layers": (0,)}, {"num_layers": 2, "causal": True}, {"num_layers": 1}],
+    [{"num_layers": 3, "window": 40, "window_layers": (0,)}, {"num_layers": 1}],
     ids=str,
 )
 def test_a_drafter_by_its_own_kernels(options):

@@ -79,6 +79,8 @@ def config(targets: tuple[str, ...] = ("cuda:0",), drafters: tuple[str, ...] = (
         (LARGE, "layer", 2048, 4.22),
         (LARGER, "layer", 2048, 5.49),
         (LARGER, "layer", 1536, 5.49),
+        (LARGE, "kernels", 2048, 4.50),
+        (LARGER, "kernels", 2048, 5.84),
     ],
 )
 def test_the_steps_peak_is_what_was_measured(at: Sizes, how: How, chunk_rows: int, measured_gib: float) -> None:
