@@ -44,6 +44,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.shapes, self.steps, self.documents = args.shapes, args.steps, args.documents
         self.float8: bool = args.float8
+        self.ctas: list[str] = args.ctas
         self.devices = [torch.device(name) for name in args.devices]
         self.is_gpu = self.devices[0].type == "cuda"
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
@@ -109,7 +110,8 @@ def clear() -> None:
 
 
 def part_sums(bench: Bench) -> None:
-    time_sums(bench, bench.several, ((1, None), (2, None), (1, 16), (1, 8), (1, 4)))
+    bounded = [(1, int(ctas)) for ctas in bench.ctas]
+    time_sums(bench, bench.several, ((1, None), (2, None), *bounded))
 
 
 def part_whole(bench: Bench) -> None:
@@ -292,6 +294,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=list(TARGETS), default="tiny")
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--ctas", nargs="*", default=["16", "8", "4"], help="bounds on what NCCL takes, for `sums`")
     parser.add_argument("--float8", action="store_true", help="targets with products in float8")
     parser.add_argument("--several", default="kernels", help="how drafters run whose gradients are summed")
     parser.add_argument("--single", default="kernels", help="how the one of `pool` is")

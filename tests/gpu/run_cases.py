@@ -345,7 +345,16 @@ def two_pairs() -> dict[str, Any]:
 
 
 def dead_in_collective() -> dict[str, Any]:
-    """Drafter 1 dies when drafter 0's sum already runs on its GPU and waits for the other."""
+    """Drafter 1 dies when drafter 0's sum already runs on its GPU and waits for the other.
+
+    Drafters of one process launch together, so nobody can die there: as if the two were of two nodes, they do not.
+    """
+    GradientSum._launching = lambda _self: contextlib.nullcontext()  # type: ignore[method-assign, assignment]
+    return dead_before_sum()
+
+
+def dead_before_sum() -> dict[str, Any]:
+    """Drafter 1 dies when drafter 0 waits for it to launch a sum together."""
     start, calls, died = GradientSum.start, [], []
 
     def die(self: GradientSum, bucket: list[torch.Tensor]) -> None:
@@ -389,6 +398,7 @@ CASES = {
         apart,
         two_pairs,
         dead_in_collective,
+        dead_before_sum,
     )
 }
 

@@ -135,8 +135,9 @@ def test_two_pairs_sum_their_gradients_and_stay_flat():
 
 
 @TWO_GPUS
-def test_a_drafter_that_dies_inside_a_collective_ends_the_run():
-    found = result_of("dead_in_collective")
+@pytest.mark.parametrize("case", ["dead_in_collective", "dead_before_sum"])
+def test_a_drafter_that_dies_inside_a_collective_or_before_it_ends_the_run(case):
+    found = result_of(case)
     assert "drafter 1 on cuda:1 died in step" in found["message"]
     assert "dies inside a sum, as asked" in found["message"]
     assert "Traceback (most recent call last)" in found["message"]
