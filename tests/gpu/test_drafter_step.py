@@ -91,7 +91,7 @@ def test_a_drafter_compiled_by_layers():
 
 
 class Case(NamedTuple):
-    """Two rows of a middle size, the first of two documents, the second with invalid blocks; bfloat16 holds the numbers.
+    """Two rows of a middle size, the first of two documents, the second with invalid blocks; all in bfloat16's reach.
 
     Heads are those of the attention's test, so that its kernels are compiled already.
     """

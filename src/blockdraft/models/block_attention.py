@@ -16,6 +16,7 @@ from blockdraft.models.attention_backward_triton import block_kernel, context_ke
 from blockdraft.models.attention_triton import forward_kernel
 from blockdraft.models.block_mask import context_ranges
 from blockdraft.models.drafter import Attend, DrafterShape, asking_slots, drop_anchors
+from blockdraft.models.row_kernels import launch_ranges, launch_spans
 
 
 class Tile(NamedTuple):
@@ -339,16 +340,17 @@ def kernel_attend(
     if not fits_kernels(shape.head_dim):
         return bare_flex_attend(shape, document_RT, position_RT, anchor_RA)
     found: dict[tuple[bool, bool], Seen] = {}
-    full = Ranges(*context_ranges(position_RT, anchor_RA, shape.block_size, None))
-    windowed = full
-    if shape.window_layers:
-        windowed = Ranges(*context_ranges(position_RT, anchor_RA, shape.block_size, shape.window))
+    num_context, length = position_RT.shape[1], shape.block_size
 
     def see(is_windowed: bool, is_dropped: bool, dtype: torch.dtype) -> Seen:
-        ranges = windowed if is_windowed else full
+        window, tile = shape.window if is_windowed else None, choose_tiles(dtype, size).context
+        if not torch.compiler.is_compiling():
+            ranges = Ranges(*launch_ranges(position_RT, anchor_RA, length, length - is_dropped, window))
+            return Seen(ranges, launch_spans(*ranges, num_context, tile.queries, tile.keys))
+        ranges = Ranges(*context_ranges(position_RT, anchor_RA, length, window))
         if is_dropped:
-            ranges = Ranges(*(drop_anchors(ends, shape.block_size) for ends in ranges))
-        return Seen(ranges, context_spans(ranges, position_RT.shape[1], choose_tiles(dtype, size).context))
+            ranges = Ranges(*(drop_anchors(ends, length) for ends in ranges))
+        return Seen(ranges, context_spans(ranges, num_context, tile))
 
     def attend(
         layer: int,
@@ -364,7 +366,7 @@ def kernel_attend(
             # Part of each graph: a compiled layer leaves nothing behind for the next one.
             seen = see(is_windowed, is_dropped, query_RHQE.dtype)
         else:
-            # Some twenty small kernels, once for layers alike.
+            # Once for layers alike.
             if (is_windowed, is_dropped) not in found:
                 found[is_windowed, is_dropped] = see(is_windowed, is_dropped, query_RHQE.dtype)
             seen = found[is_windowed, is_dropped]

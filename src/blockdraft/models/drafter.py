@@ -191,10 +191,15 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """theta ** (-2i / E) for half a head, float32."""
+    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    return theta**-exponent
+
+
 def rotation(position_RN: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
     """Rotary angles over the whole head width: theta ** (-2i / E), computed in float32."""
-    exponent = torch.arange(0, head_dim, 2, device=position_RN.device, dtype=torch.float32) / head_dim
-    angle_RNE = position_RN.float()[..., None] * theta**-exponent
+    angle_RNE = position_RN.float()[..., None] * rotary_frequencies(head_dim, theta, position_RN.device)
     angle_RNE = torch.cat([angle_RNE, angle_RNE], dim=-1)[:, None]
     return Rotation(angle_RNE.cos().to(dtype), angle_RNE.sin().to(dtype))
 

@@ -143,6 +143,23 @@ class LayerOps(Protocol):
         """The gradient of `expand_rows`: [N, F]."""
         ...
 
+    def take_drafted(self, x_ND: Tensor, block_size: int) -> Tensor:
+        """Rows without slot 0 of each block: [M, D]."""
+        ...
+
+    def add_drafted(self, x_ND: Tensor, more_MD: Tensor, block_size: int) -> None:
+        """Adds these to the rows of `take_drafted`, where they lie."""
+        ...
+
+    def rotary(
+        self, context_RT: Tensor, block_RQ: Tensor, frequency_Y: Tensor, block_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [rows, E] of context positions, then block positions, then these without slot 0.
+
+        `frequency_Y`: of half a head (`rotary_frequencies` of models/drafter.py); both halves are alike.
+        """
+        ...
+
     def swiglu(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
         """silu(gate) * up."""
         ...
@@ -244,6 +261,24 @@ class EagerOps:
         mask_R1F = _wide(upstream_RASF[:, :, 1 - expand.first_slot :]).sum((1, 2))[:, None]
         anchor_RAF = upstream_RASF[:, :, 0] if expand.first_slot == 0 else torch.zeros_like(upstream_RASF[:, :, 0])
         return torch.cat([anchor_RAF, mask_R1F.to(upstream_MF.dtype)], dim=1).flatten(0, 1)
+
+    def take_drafted(self, x_ND: Tensor, block_size: int) -> Tensor:
+        """As LayerOps."""
+        return without_first(x_ND, block_size)
+
+    def add_drafted(self, x_ND: Tensor, more_MD: Tensor, block_size: int) -> None:
+        """As LayerOps."""
+        x_ND.unflatten(0, (-1, block_size))[:, 1:] += more_MD.unflatten(0, (-1, block_size - 1))
+
+    def rotary(
+        self, context_RT: Tensor, block_RQ: Tensor, frequency_Y: Tensor, block_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As LayerOps."""
+        block_N = block_RQ.flatten()
+        position_N = torch.cat([context_RT.flatten(), block_N, without_first(block_N, block_size)])
+        angle_NY = position_N.float()[:, None] * frequency_Y
+        angle_NE = torch.cat([angle_NY, angle_NY], dim=-1)
+        return angle_NE.cos().to(dtype), angle_NE.sin().to(dtype)
 
     def swiglu(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
         """As LayerOps."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdraft.models import layer_kernels as kernels
 from blockdraft.models.layer_ops import Expand, HeadGradient, LayerOps, Normed, NormGradient, SwigluGradient, check_map
+from blockdraft.models.row_kernels import launch_drafted, launch_rotary
 
 NORM_WARPS: Final = 16
 """Of the norm's backward on each multiprocessor: its 128 registers of a thread leave room for no more."""
@@ -173,6 +174,22 @@ class TritonOps:
         )  # fmt: skip
         _reduce(sum_RPF, gradient_NF, expand.num_anchors, expand.num_anchors + 1)
         return gradient_NF
+
+    def take_drafted(self, x_ND: Tensor, block_size: int) -> Tensor:
+        """As LayerOps."""
+        drafted_MD = x_ND.new_empty(len(x_ND) // block_size * (block_size - 1), x_ND.shape[1])
+        launch_drafted(x_ND, drafted_MD, block_size, adds=False)
+        return drafted_MD
+
+    def add_drafted(self, x_ND: Tensor, more_MD: Tensor, block_size: int) -> None:
+        """As LayerOps."""
+        launch_drafted(x_ND, more_MD, block_size, adds=True)
+
+    def rotary(
+        self, context_RT: Tensor, block_RQ: Tensor, frequency_Y: Tensor, block_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As LayerOps."""
+        return launch_rotary(context_RT, block_RQ, frequency_Y, block_size, dtype)
 
     def swiglu(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
         """As LayerOps."""

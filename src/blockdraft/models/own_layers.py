@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from blockdraft.models.drafter import Attend, Drafter, DrafterLayer, Rotation, rotation
-from blockdraft.models.layer_ops import EAGER_OPS, Expand, LayerOps, without_first
+from blockdraft.models.drafter import Attend, Drafter, DrafterLayer, Rotation, rotary_frequencies
+from blockdraft.models.layer_ops import EAGER_OPS, Expand, LayerOps
 
 
 class Rows(NamedTuple):
@@ -66,6 +66,8 @@ class KernelDrafter:
         """`ops`: those of the drafter's device unless told otherwise."""
         self.drafter = drafter
         self.ops = choose_ops(drafter.device) if ops is None else ops
+        shape = drafter.shape
+        self.frequency_Y = rotary_frequencies(shape.head_dim, shape.rope_theta, drafter.device)
 
     def __call__(
         self,
@@ -105,22 +107,21 @@ class KernelDrafter:
 
     def _rows(self, first_RAD: Tensor, context_position_RT: Tensor, block_position_RQ: Tensor) -> list[Rows]:
         """Of each layer."""
-        shape, dtype = self.drafter.shape, self.drafter.dtype
-        num_layers, length, num_anchors = shape.num_layers, shape.block_size, first_RAD.shape[1] - 1
-
-        def factors(position_RN: Tensor) -> Rotation:
-            return Rotation(
-                *(part.flatten(0, 2) for part in rotation(position_RN, shape.head_dim, shape.rope_theta, dtype))
-            )
-
-        block, context = factors(block_position_RQ), factors(context_position_RT)
-        drafted = Rotation(*(without_first(part, length) for part in block))
+        shape, num_anchors = self.drafter.shape, first_RAD.shape[1] - 1
+        num_layers, length, num_context = shape.num_layers, shape.block_size, context_position_RT.numel()
+        cos, sin = self.ops.rotary(context_position_RT, block_position_RQ, self.frequency_Y, length, self.drafter.dtype)
+        ends = (num_context, num_context + block_position_RQ.numel())
+        context, block, drafted = (Rotation(*both) for both in zip(_cut(cos, ends), _cut(sin, ends), strict=True))
         rows = [Rows(None, None, None, block, block, context) for _ in range(num_layers)]
         rows[-1] = rows[-1]._replace(asking=drafted, drop=length)
         whole = Expand(num_anchors, length)
         asking = whole._replace(first_slot=1) if num_layers == 1 else whole
         rows[0] = rows[0]._replace(expand=whole, expand_asking=asking, drop=None)
         return rows
+
+
+def _cut(rows: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    return rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]
 
 
 def choose_ops(device: torch.device) -> LayerOps:
@@ -155,6 +156,11 @@ def _leave(layer: DrafterLayer, settings: Settings, entered: Entered, attended_M
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t())
+
+
+def _asking(ops: LayerOps, x_ND: Tensor, drop: int | None) -> Tensor:
+    """The rows that queries are made of."""
+    return x_ND if drop is None else ops.take_drafted(x_ND, drop)
 
 
 class _Project(Function):
@@ -211,7 +217,7 @@ class _Enter(Function):
     ) -> tuple[Tensor, ...]:
         (ops, eps, rows), keys = settings, (key_norm, settings.eps)
         total_ND, normed_ND, rstd_N = ops.add_norm(x_ND, delta_ND, norm_weight, eps)
-        query_NF = _linear(without_first(normed_ND, rows.drop), query_weight)
+        query_NF = _linear(_asking(ops, normed_ND, rows.drop), query_weight)
         key_NG, value_NG = _linear(normed_ND, key_weight), _linear(normed_ND, value_weight)
         context_key_UG, context_value_UG = _linear(context_UD, key_weight), _linear(context_UD, value_weight)
         made = (
@@ -256,8 +262,7 @@ class _Enter(Function):
         if rows.drop is None:
             normed_ND.addmm_(d_query.x_NF, query_weight)
         else:
-            asking = normed_ND.unflatten(0, (-1, rows.drop))[:, 1:]
-            asking.add_(torch.mm(d_query.x_NF, query_weight).view(asking.shape))
+            ops.add_drafted(normed_ND, torch.mm(d_query.x_NF, query_weight), rows.drop)
         is_first = not ctx.needs_input_grad[1]
         found = ops.norm_backward(
             normed_ND, total_ND, rstd_N, norm_weight, None if is_first else residual_MD.contiguous(),
@@ -276,7 +281,7 @@ class _Enter(Function):
             through if ctx.needs_input_grad[2] else None,
             context_UD,
             found.weight_D,
-            torch.mm(d_query.x_NF.t(), without_first(found.normed_ND, rows.drop)),
+            torch.mm(d_query.x_NF.t(), _asking(ops, found.normed_ND, rows.drop)),
             torch.mm(d_key.x_NF.t(), found.normed_ND).addmm_(d_known.x_NF.t(), known_UD),
             torch.mm(d_value_NG.t(), found.normed_ND).addmm_(context_value_UG.t(), known_UD),
             d_query.weight_E,

@@ -195,22 +195,25 @@ def test_ranges_of_the_context_are_made_once_for_layers_alike(monkeypatch):
     pytest.importorskip("triton")
     from blockdraft.models import block_attention
 
-    counted: list[int] = []
-    original = block_attention.context_spans
+    made: list[tuple[int, int | None]] = []
 
-    def count(ranges, *others) -> Tensor:
-        counted.append(ranges.low_RQ.shape[1])
-        return original(ranges, *others)
+    def ranges(_position_RT, anchor_RA: Tensor, _length, num_slots: int, window: int | None) -> tuple[Tensor, Tensor]:
+        made.append((num_slots, window))
+        return (anchor_RA.repeat_interleave(num_slots, 1),) * 2
+
+    def spans(low_RQ: Tensor, *_others) -> Tensor:
+        return low_RQ
 
     def output(query_RQHE: Tensor, *_others) -> tuple[Tensor]:
         return (query_RQHE,)
 
-    monkeypatch.setattr(block_attention, "context_spans", count)
+    monkeypatch.setattr(block_attention, "launch_ranges", ranges)
+    monkeypatch.setattr(block_attention, "launch_spans", spans)
     monkeypatch.setattr(torch.ops.blockdraft, "block_attention", output)
     drafter = build(num_layers=5, head_dim=16, window=5, window_layers=(1, 2))
     forward(compile_drafter(drafter, "kernels"), drafter, problem(drafter), block_attention.kernel_attend)
     # Full, windowed, and the last layer's without slot 0.
-    assert counted == [16, 16, 12]
+    assert made == [(4, None), (4, 5), (3, None)]
 
 
 def compare() -> None:

@@ -71,6 +71,17 @@ class Sized:
     def sum_rows(self, upstream_MF, expand):
         return upstream_MF.new_empty(expand.num_read(len(upstream_MF)), upstream_MF.shape[1])
 
+    def take_drafted(self, x_ND, block_size):
+        return x_ND.new_empty(len(x_ND) // block_size * (block_size - 1), x_ND.shape[1])
+
+    def add_drafted(self, x_ND, more_MD, block_size):
+        assert len(more_MD) < len(x_ND)
+
+    def rotary(self, context_RT, block_RQ, frequency_Y, block_size, dtype):
+        rows = context_RT.numel() + block_RQ.numel() // block_size * (2 * block_size - 1)
+        cos = frequency_Y.new_empty(rows, 2 * len(frequency_Y), dtype=dtype)
+        return cos, torch.empty_like(cos)
+
     def swiglu(self, gate_NI, up_NI):
         return torch.empty_like(gate_NI)
 
