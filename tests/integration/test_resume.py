@@ -7,14 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from blockdraft.commands import train
 from blockdraft.commands.run_directory import hold
 from blockdraft.config import ConfigError, read_config, to_json
-from blockdraft.training.checkpoint import list_checkpoints, newest_checkpoint
+from blockdraft.training.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from blockdraft.training.resuming import check_resumable
 from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config
 
@@ -175,6 +177,26 @@ def test_the_run_directory_holds_the_resolved_config(files, tmp_path):
     assert read_config(newest_checkpoint(tmp_path) / "config.json") == saved
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["target_class"] == "Qwen3ForCausalLM"
+    drafter, shape = environment["drafter"], read_state(newest_checkpoint(tmp_path))["shape"]
+    assert {name: drafter[name] for name in drafter if name in shape} == {
+        name: shape[name] for name in ("num_layers", "hidden_size", "block_size", "target_layer_ids")
+    }
+    weights = load_file(newest_checkpoint(tmp_path) / "drafter.safetensors").values()
+    assert drafter["parameters"] == sum(weight.numel() for weight in weights)
+
+
+def test_the_moments_of_all_starts_are_kept_and_go_with_the_run(files, tmp_path):
+    def starts() -> list[str]:
+        found: list[str] = json.loads((tmp_path / "environment.json").read_text())["started"]
+        return found
+
+    run_control(tiny_config(files, tmp_path, steps=1))
+    (first,) = starts()
+    assert datetime.fromisoformat(first) <= datetime.now(UTC) < datetime.fromisoformat(first) + timedelta(minutes=2)
+    run_control(tiny_config(files, tmp_path, steps=2), resume=newest_checkpoint(tmp_path))
+    assert starts()[0] == first and len(starts()) == 2
+    run_control(tiny_config(files, tmp_path, steps=1))
+    assert len(starts()) == 1
 
 
 def test_ctrl_c_finishes_the_step_saves_and_exits_with_zero(files, tmp_path):

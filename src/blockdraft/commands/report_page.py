@@ -4,11 +4,11 @@ import html
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from blockdraft.commands.report import RunFiles
+from blockdraft.commands.report_head import drafter_rows, head, loss_is, title
 from blockdraft.commands.report_plots import Line, heat_plot, line_plot, slot_plot
 from blockdraft.commands.report_style import SCRIPT, STYLE
 from blockdraft.commands.report_timeline import timeline
@@ -23,13 +23,14 @@ SHARES = {
 """Fields of a sample, with their names and colours."""
 MOST_LINES = 4
 """Workers that one plot shows as lines."""
+OWN_CARDS = ("data", "drafter", "started")
+"""Parts of environment.json that stand elsewhere than in its table."""
 
 
 def page(found: RunFiles) -> str:
     """The whole page, without anything that it would have to load."""
     parts = [
-        f"<h1>{html.escape(Path(found.name).name or found.name)}</h1>",
-        f'<p class="under">{html.escape(_subtitle(found))}</p>',
+        head(found),
         _tiles(found),
         _alerts(found),
         "<h2>Learning</h2>",
@@ -39,26 +40,23 @@ def page(found: RunFiles) -> str:
         "<h2>Workers</h2>",
         _workers(found),
         "<h2>Data and machine</h2>",
-        _columns([_data(found), *_environment(found)]),
+        _columns(
+            [
+                _table_card("Drafter", drafter_rows(found), "Not recorded by this run."),
+                _data(found),
+                *_environment(found),
+            ]
+        ),
         "<h2>Configuration</h2>",
         _columns(_config(found.config)),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(found.name)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<title>{html.escape(title(found))}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + f"\n<script>{SCRIPT}</script>\n</body></html>\n"
     )
-
-
-def _subtitle(found: RunFiles) -> str:
-    target = f"{found.name}: target {found.config.get('target', {}).get('path') or 'not named'}"
-    runtime = found.config.get("runtime", {})
-    devices = "; ".join(
-        f"{side} on {', '.join(runtime[side])}" for side in ("targets", "drafters") if runtime.get(side)
-    )
-    return f"{target}; {devices}" if devices else target
 
 
 def _tiles(found: RunFiles) -> str:
@@ -67,8 +65,8 @@ def _tiles(found: RunFiles) -> str:
         last, total = found.steps[-1], found.config.get("steps")
         tiles.append((f"{last['step']:,}" + (f" of {total:,}" if total else ""), "optimizer steps"))
         tiles.append((_count(last["tokens"]), "tokens trained on"))
-        tiles.append((_from_to([line["loss"] for line in found.steps]), "loss, first and last step"))
-        tiles.append((_spell_seconds(_seconds(found.steps)), "in steady state"))
+        tiles.append((_from_to([line["loss"] for line in found.steps]), "loss, first and last step, nats"))
+        tiles.append((_spell_seconds(_seconds(found.steps)), "of steps, start-up left out"))
     for name in _sets(found):
         lengths = [line[f"eval/{name}"] for line in found.evaluations if f"eval/{name}" in line]
         tiles.append((_from_to(lengths), f"held-out acceptance length, {name}"))
@@ -102,7 +100,7 @@ def _alerts(found: RunFiles) -> str:
 def _learning(found: RunFiles) -> list[tuple[str, str, str]]:
     steps = [line["step"] for line in found.steps]
     loss = [line["loss"] for line in found.steps]
-    lines = [Line("loss", steps, loss)]
+    lines = [Line("loss, nats", steps, loss)]
     if len(steps) >= 60:
         size = max(5, len(steps) // 25)
         lines = [
@@ -121,16 +119,18 @@ def _learning(found: RunFiles) -> list[tuple[str, str, str]]:
     ]
     no_steps = "No step was recorded yet."
     cards = [
-        ("Loss", "Weighted cross-entropy of a step, or what the objective puts in its place.",
-         line_plot(lines, unit="loss") or _empty(no_steps)),
-        ("Acceptance length", "Tokens per forward of the target; plain decoding is 1.",
+        ("Loss", loss_is(found),
+         line_plot(lines, unit="loss, nats") or _empty(no_steps)),
+        ("Acceptance length", "Tokens per forward of the target; plain decoding is 1. Teacher-forced: behind the "
+         "data's own text; held out: by replay of the target's answers.",
          line_plot(accept, unit="tokens per verification") or _empty(no_steps)),
-        ("Draft tokens that are right, by slot", "Training, teacher-forced: each slot by itself.",
+        ("Draft tokens that are right, by slot", "Training, teacher-forced: share of the blocks, each slot by itself.",
          slot_plot(steps, [line.get("accuracy_per_slot", []) for line in found.steps]) or _empty(no_steps)),
     ]  # fmt: skip
     norms = [Line("before clipping", steps, [line.get("grad_norm") for line in found.steps])]
     about = f"Clipped at {found.config.get('optim', {}).get('clip', 'a length that config.json does not say')}."
-    cards.append(("Gradient norm", about, line_plot(norms, unit="norm", zero=True) or _empty(no_steps)))
+    plot = line_plot(norms, unit="norm of all gradients", zero=True)
+    cards.append(("Gradient norm", about, plot or _empty(no_steps)))
     for name in _sets(found):
         with_slots = [line for line in found.evaluations if f"eval_slots/{name}" in line]
         plot = slot_plot([line["step"] for line in with_slots], [line[f"eval_slots/{name}"] for line in with_slots])
@@ -291,7 +291,7 @@ def _data(found: RunFiles) -> str:
 
 
 def _environment(found: RunFiles) -> list[str]:
-    rows = {name.replace("_", " "): _spell(value) for name, value in found.environment.items() if name != "data"}
+    rows = {name.replace("_", " "): _spell(value) for name, value in found.environment.items() if name not in OWN_CARDS}
     return [_table_card("Machine and versions", rows, "Not recorded: there is no environment.json.")]
 
 

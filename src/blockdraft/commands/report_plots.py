@@ -70,7 +70,7 @@ def line_plot(lines: Sequence[Line], *, unit: str, zero: bool = False, most: flo
     }
     # A single line that is called like its axis needs no legend.
     is_named = [line.name for line in lines] != [unit]
-    return _svg(parts, numbers, f"{unit} over steps") + (_legend(lines) if is_named else "")
+    return _svg(parts, numbers, f"{unit} over steps") + (_legend(lines) if is_named else "") + _note(lines)
 
 
 def slot_plot(steps: Sequence[float], share_by_slot: Sequence[Sequence[float | None]]) -> str:
@@ -117,6 +117,7 @@ def heat_plot(
         parts.append(f'<text class="tick" x="{at:.1f}" y="{top}" text-anchor="middle">{label}</text>')
     parts.append(_titles(title, (LEFT + right) / 2))
     parts.append(_heat_scale(right + 18, most))
+    parts.append(f'<text class="tick" x="{right + 18:.1f}" y="{TOP - 4}">share</text>')
     return _svg(parts, None, f"share by {rows_are} over steps")
 
 
@@ -236,7 +237,7 @@ def _frame(x: _Axis, y: _Axis, unit: str) -> str:
 def _titles(unit: str, middle: float) -> str:
     height = (TOP + HEIGHT - BOTTOM) / 2
     return (
-        f'<text class="title" x="{middle:.1f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
+        f'<text class="title" x="{middle:.1f}" y="{HEIGHT - 6}" text-anchor="middle">optimizer step</text>'
         f'<text class="title" x="14" y="{height}" text-anchor="middle" transform="rotate(-90 14 {height})">'
         f"{html.escape(unit)}</text>"
     )
@@ -257,6 +258,14 @@ def _legend(lines: Sequence[Line]) -> str:
         for index, line in enumerate(lines)
     ]
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _note(lines: Sequence[Line]) -> str:
+    """What the bands are, where there are any."""
+    size = max(math.ceil(len(line.steps) / MOST_POINTS) for line in lines)
+    if size == 1:
+        return ""
+    return f'<p class="note">A point is the mean of {size} steps, shaded from the smallest to the largest of them.</p>'
 
 
 def _class(line: Line) -> str:

@@ -24,7 +24,9 @@ body {
 h1 { font-size: 24px; margin: 0 0 2px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 36px 0 12px; }
 h3 { font-size: 15px; margin: 0 0 2px; }
-.under { margin: 0 0 18px; color: var(--soft); overflow-wrap: anywhere; }
+header { margin-bottom: 18px; }
+.under { margin: 0; color: var(--soft); overflow-wrap: anywhere; }
+.note { margin: 4px 0 0; color: var(--soft); font-size: 13px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; }
 .tile, .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
 .tile { padding: 12px 14px; }

@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ import transformers
 from blockdraft.commands.build import Built
 from blockdraft.config import ConfigError, RunConfig, to_json
 from blockdraft.training.checkpoint import Contents, check_space, list_checkpoints
+
+ENVIRONMENT = "environment.json"
 
 
 def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_left: int) -> None:
@@ -68,15 +71,17 @@ def claim(run_dir: Path, config: RunConfig, *, is_resumed: bool) -> None:
     """Makes the directory this run's: an earlier run that is not resumed goes, this run's config comes."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not is_resumed:
-        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("metrics.jsonl", ENVIRONMENT):
+            (run_dir / name).unlink(missing_ok=True)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     _write(run_dir / "config.json", to_json(config))
 
 
 def write_environment(run_dir: Path, built: Built) -> None:
-    """Versions and machine, in environment.json."""
-    target = built.targets[0]
+    """When it was started, versions and machine, drafter and data, in environment.json."""
+    target, drafter = built.targets[0], built.steps[0].drafter
     environment = {
+        "started": [*_starts_before(run_dir / ENVIRONMENT), datetime.now(UTC).isoformat(timespec="seconds")],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -86,9 +91,27 @@ def write_environment(run_dir: Path, built: Built) -> None:
         "target_class": type(target.model).__name__,
         "target_layers": target.num_layers,
         "draft_vocab": built.draft_vocab_size,
+        "drafter": {
+            "num_layers": drafter.shape.num_layers,
+            "hidden_size": drafter.shape.hidden_size,
+            "block_size": drafter.shape.block_size,
+            "target_layer_ids": list(drafter.shape.target_layer_ids),
+            "parameters": sum(weight.numel() for weight in drafter.parameters()),
+        },
         "data": _describe_data(built),
     }
-    _write(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
+    _write(run_dir / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+
+
+def _starts_before(file: Path) -> list[str]:
+    """Of the run that goes on here."""
+    if not file.is_file():
+        return []
+    try:
+        starts: list[str] = json.loads(file.read_text(encoding="utf-8")).get("started", [])
+    except ValueError as error:
+        raise ConfigError(f"{file}: expected JSON, found: {error}; remove it, it is written again") from error
+    return starts
 
 
 def _write(file: Path, text: str) -> None:

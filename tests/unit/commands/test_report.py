@@ -14,7 +14,7 @@ from blockdraft.commands.report import RunFiles, read_run
 from blockdraft.commands.report_page import mean_shares, page, running_mean, throughput
 from blockdraft.commands.report_plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Line, line_plot, nice_step
 from blockdraft.commands.report_timeline import read_lanes, timeline
-from blockdraft.config import RunConfig, to_json
+from blockdraft.config import RunConfig, TargetConfig, to_json
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "polygon", "i"}
 
@@ -118,11 +118,39 @@ def test_every_part_is_there_and_drawn():
         "Machine and versions", "optim", "runtime",
     ):  # fmt: skip
         assert title in found.texts, title
-    for label in ("loss", "tokens per verification", "slot of the block", "tokens/s", "% of the time", "filled slots",
-                  "GiB", "step", "time, ms"):  # fmt: skip
+    for label in ("loss, nats", "tokens per verification", "slot of the block", "tokens/s", "% of the time", "share",
+                  "filled slots", "norm of all gradients", "GiB", "optimizer step", "time, ms"):  # fmt: skip
         assert label in found.texts, label
     assert "dropped: empty reply" in found.texts
     assert found.text.count("runs/mine") >= 1
+
+
+def test_the_head_says_which_run_of_what_target_and_drafter_when_and_where():
+    config = json.loads(to_json(RunConfig(target=TargetConfig(path="Qwen/Qwen3-8B"))))
+    drafter = {"num_layers": 5, "hidden_size": 4096, "block_size": 16, "target_layer_ids": [1, 33], "parameters": 105e7}
+    environment = {
+        "started": ["2026-11-30T01:02:03+00:00"], "target_class": "Qwen3ForCausalLM", "target_layers": 36,
+        "draft_vocab": 151936, "drafter": drafter,
+    }  # fmt: skip
+    text = page(run_files(config=config, environment=environment))
+    assert "<title>mine: a drafter for Qwen3-8B</title>" in text
+    lines = Page(text.split("</header>")[0].split("<header>")[1]).texts
+    assert lines == [
+        "mine: a drafter for Qwen3-8B",
+        "Drafter: 5 layers of width 4,096, blocks of 16 (anchor included), 1,050.0 M parameters; reads target layers "
+        "1, 33",
+        "Target: Qwen/Qwen3-8B (Qwen3ForCausalLM, 36 layers); targets on cpu; drafters on cpu",
+        "Run directory runs/mine; begun 2026-11-30 01:02 UTC",
+    ]
+    assert "Knowing nothing gives ln 151,936 = 11.93." in text
+    tables = Page(text.split("<h2>Data and machine")[1].split("<script>")[0]).text
+    assert "trainable parameters" in tables and "{" not in tables
+    environment["started"].append("2026-12-01T10:00:00+00:00")
+    again = page(run_files(config=config, environment=environment))
+    assert "begun 2026-11-30 01:02 UTC, gone on 2026-12-01 10:00 UTC (start 2)" in again
+    older = page(run_files(config=config | {"loss": {"objective": "kl"}}))
+    assert "Drafter: 5 layers, blocks of 16 (anchor included)" in older and "was not recorded" in older
+    assert "Divergence of the draft tokens" in older and "Knowing nothing" not in older
 
 
 def test_every_line_of_a_plot_has_points_inside_its_frame():
@@ -216,6 +244,8 @@ def test_many_steps_are_averaged_and_their_spread_is_kept():
     assert 200 <= len(points) <= 400
     assert all(1.8 < value < 2.2 for _, value in points)
     assert drawn.count('class="band"') == 1
+    assert "A point is the mean of 13 steps, shaded from the smallest to the largest of them." in drawn
+    assert "shaded" not in line_plot([Line("loss", range(400), values[:400])], unit="loss")
     assert len(page(run_files(steps=[step_line(step) for step in range(1, 50_001)]))) < 600_000
 
 
