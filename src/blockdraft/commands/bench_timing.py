@@ -117,7 +117,7 @@ CLASSES = {
     "copies": ("Memcpy", "Memset"),
     "fused elementwise": (
         "triton_", "norm_kernel", "norm_backward", "rotate_", "turn_back", "mask_row", "expand_kernel", "sum_kernel",
-        "reduce_kernel", "swiglu_",
+        "reduce_kernel", "swiglu_", "drafted_kernel", "rotary_", "ranges_kernel", "spans_kernel",
     ),
 }
 # fmt: on

@@ -97,9 +97,9 @@ def test_every_named_target_has_layers_for_the_default_drafter(name):
 
 def test_every_kernel_of_a_layer_counts_as_elementwise():
     pytest.importorskip("triton")
-    from blockdraft.models import layer_kernels
+    from blockdraft.models import layer_kernels, row_kernels
 
-    names = [name for name in vars(layer_kernels) if name.endswith("_kernel")]
-    assert len(names) > 8
+    names = [name for module in (layer_kernels, row_kernels) for name in vars(module) if name.endswith("_kernel")]
+    assert len(names) > 12
     assert {kernel_class(name) for name in names} == {"fused elementwise"}
     assert kernel_class("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_NNT") == "products"
