@@ -154,6 +154,8 @@ class OptimConfig:
     """Learning rate at the end, as a share of lr."""
     accumulation: int = 1
     """Micro-batches of a step, over all drafters."""
+    shard: bool = False
+    """Divide masters and moments over the drafters of a node; the numbers of a run stay the same, bit for bit."""
     max_skipped: int = 10
     """Steps that a run may skip because their gradients are not finite; one more ends it."""
 

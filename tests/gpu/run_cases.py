@@ -36,6 +36,7 @@ from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.waits import WaitCount
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.metrics import StepSums, report
+from blockdraft.training.shards import Seat
 from blockdraft.training.start import new_drafter
 from blockdraft.training.step import DrafterStep, MakeAttend
 
@@ -78,6 +79,8 @@ class Size(NamedTuple):
     """Keep the stack of every allocation."""
     weights: str = ""
     """A GGUF file; empty: random weights."""
+    shard: bool = False
+    """Divide the optimizer's state over the drafters."""
 
 
 class Documents:
@@ -150,7 +153,7 @@ def build(size: Size) -> tuple[Loader, list[Target], list[DrafterStep]]:
     shape = derive_shape(DrafterConfig(num_layers=size.layers), targets[0].facts, size.config.vocab_size - 1)
     steps = []
     first = targets[0].ends
-    for device in size.devices:
+    for number, device in enumerate(size.devices):
         drafter = new_drafter(shape, first, first, 0).to(device=device, dtype=torch.bfloat16)
         ends = first.copy_to(device, torch.bfloat16)
         steps.append(
@@ -163,6 +166,7 @@ def build(size: Size) -> tuple[Loader, list[Target], list[DrafterStep]]:
                 total_steps=size.steps,
                 make_attend=make_attend,
                 how=how,
+                seat=Seat(number, count) if size.shard else None,
             )
         )
     return loader, targets, steps
@@ -344,6 +348,11 @@ def two_pairs() -> dict[str, Any]:
     return train(Size(NARROW, 1024, 32, 60, 8, 1000, devices=("cuda:0", "cuda:1"), topology="pairs"))
 
 
+def two_pairs_divided() -> dict[str, Any]:
+    """The same, with the optimizer's state divided over both."""
+    return train(Size(NARROW, 1024, 32, 60, 8, 1000, devices=("cuda:0", "cuda:1"), topology="pairs", shard=True))
+
+
 def dead_in_collective() -> dict[str, Any]:
     """Drafter 1 dies when drafter 0's sum already runs on its GPU and waits for the other.
 
@@ -353,11 +362,28 @@ def dead_in_collective() -> dict[str, Any]:
     return dead_before_sum()
 
 
+def dead_in_exchange() -> dict[str, Any]:
+    """Drafter 1 dies when drafter 0 already waits for the weights of a later round, as in `dead_in_collective`."""
+    GradientSum._launching = lambda _self: contextlib.nullcontext()  # type: ignore[method-assign, assignment]
+    GradientSum.hand_out = mortal(GradientSum.hand_out, DIED)  # type: ignore[method-assign]
+    return end_of_a_dying_run(shard=True)
+
+
 def dead_before_sum() -> dict[str, Any]:
     """Drafter 1 dies when drafter 0 waits for it to launch a sum together."""
-    start, calls, died = GradientSum.start, [], []
+    GradientSum.start = mortal(GradientSum.start, DIED)  # type: ignore[method-assign]
+    return end_of_a_dying_run(shard=False)
 
-    def die(self: GradientSum, bucket: list[torch.Tensor]) -> None:
+
+DIED: list[float] = []
+"""When drafter 1 died."""
+
+
+def mortal(launch: Callable[[GradientSum, Any], None], died: list[float]) -> Callable[[GradientSum, Any], None]:
+    """The same call, whose tenth kills drafter 1."""
+    calls: list[int] = []
+
+    def die(self: GradientSum, tensors: Any) -> None:
         if self.rank == 1:
             calls.append(1)
             if len(calls) == 10:
@@ -365,15 +391,19 @@ def dead_before_sum() -> dict[str, Any]:
                 died.append(time.monotonic())
                 faulthandler.dump_traceback_later(40, exit=True)
                 raise RuntimeError("drafter 1 dies inside a sum, as asked")
-        start(self, bucket)
+        launch(self, tensors)
 
-    GradientSum.start = die  # type: ignore[method-assign]
+    return die
+
+
+def end_of_a_dying_run(*, shard: bool) -> dict[str, Any]:
+    """What the run says at its end, how long that took, and which threads are left."""
     message = ""
     try:
-        train(Size(NARROW, 1024, 32, 400, 8, 1000, devices=("cuda:0", "cuda:1"), topology="pairs"))
+        train(Size(NARROW, 1024, 32, 400, 8, 1000, devices=("cuda:0", "cuda:1"), topology="pairs", shard=shard))
     except WorkerError as error:
         message = str(error)
-    seconds = time.monotonic() - died[0]
+    seconds = time.monotonic() - DIED[0]
     faulthandler.cancel_dump_traceback_later()
     kinds = ("loader", "target", "drafter")
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith(kinds)]
@@ -397,6 +427,8 @@ CASES = {
         hybrid,
         apart,
         two_pairs,
+        two_pairs_divided,
+        dead_in_exchange,
         dead_in_collective,
         dead_before_sum,
     )

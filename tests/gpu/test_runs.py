@@ -135,7 +135,15 @@ def test_two_pairs_sum_their_gradients_and_stay_flat():
 
 
 @TWO_GPUS
-@pytest.mark.parametrize("case", ["dead_in_collective", "dead_before_sum"])
+def test_two_pairs_that_divide_the_optimizers_state_train_as_those_that_do_not():
+    found = result_of("two_pairs_divided")
+    assert found["losses"] == result_of("two_pairs")["losses"]
+    assert found["compilations"] == 0
+    assert found["flat"], found["memory"]
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("case", ["dead_in_collective", "dead_before_sum", "dead_in_exchange"])
 def test_a_drafter_that_dies_inside_a_collective_or_before_it_ends_the_run(case):
     found = result_of(case)
     assert "drafter 1 on cuda:1 died in step" in found["message"]

@@ -161,6 +161,11 @@ expect(
     "three micro-batches a step for two drafters",
     lambda at: check(at.config(optim={"accumulation": 3}, runtime={"drafters": ("cpu", "cpu")})),
 )
+expect(
+    "Configuration",
+    "a state to divide, and one drafter",
+    lambda at: check(at.config(optim={"shard": True})),
+)
 expect("Configuration", "no data", lambda at: check(at.config(data={"train": ""})))
 
 # Recipes

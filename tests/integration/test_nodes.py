@@ -70,6 +70,12 @@ class Nodes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=10)
 
+    def await_line(self, words: str) -> None:
+        """Reads node 0's console up to a line with these words."""
+        assert self.processes[0].stdout is not None
+        if not any(words in line for line in self.processes[0].stdout):
+            raise AssertionError("node 0 ended early: " + self.end()[0][2])
+
     def await_step(self, step: int) -> None:
         """Reads node 0's console up to a step."""
         assert self.processes[0].stdout is not None
@@ -87,10 +93,12 @@ class Nodes:
         return found
 
 
-@pytest.mark.parametrize(("topology", "targets"), [("pool", ("cpu",)), ("pairs", TWO)])
-def test_two_nodes_of_two_drafters_equal_four_drafters(files, tmp_path, topology, targets):
+@pytest.mark.parametrize(
+    ("topology", "targets", "shard"), [("pool", ("cpu",), False), ("pairs", TWO, False), ("pool", ("cpu",), True)]
+)
+def test_two_nodes_of_two_drafters_equal_four_drafters(files, tmp_path, topology, targets, shard):
     runtime = {"topology": topology, "targets": targets, "drafters": TWO}
-    config = tiny_config(files, tmp_path, optim={"accumulation": 4}, runtime=runtime)
+    config = tiny_config(files, tmp_path, optim={"accumulation": 4, "shard": shard}, runtime=runtime)
     with Nodes(config, tmp_path, torchrun=topology == "pool") as nodes:
         (code, said, errors), (other_code, other_said, other_errors) = nodes.end()
     assert (code, other_code) == (0, 0), errors + other_errors
@@ -134,6 +142,19 @@ def test_a_node_that_fails_tells_the_others_why(files, tmp_path):
     assert f"error: {message}" in other_errors
     assert code == 1
     assert f"error: node 1 failed: ConfigError: {message}" in errors
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stop_of_one_node_before_the_first_step_stops_all_with_the_same_words(files, tmp_path, victim):
+    with Nodes(endless(files, tmp_path), tmp_path) as nodes:
+        # Both have joined then, and no step begins before both have built everything.
+        nodes.await_line("memory plan, cpu")
+        nodes.processes[victim].send_signal(signal.SIGTERM)
+        for code, said, errors in nodes.end():
+            assert code == 0, errors
+            assert "stopped before the first step: nothing was trained" in said
+            assert "error" not in errors and "Traceback" not in errors
+    assert not (tmp_path / "node1").exists()
 
 
 def test_a_stop_asked_of_any_node_stops_all_after_the_same_step(files, tmp_path):

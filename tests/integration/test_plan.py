@@ -65,6 +65,22 @@ def test_what_does_not_fit_is_divided_or_refused_with_what_helps(target: str, ca
     assert "the drafter does not fit; what helps:" in text
 
 
+def test_a_divided_state_needs_two_drafters_of_a_node_and_less_memory_of_each(target: str, capsys) -> None:
+    rates = ("--target.path", target, "--target-tok-s", "90000", "--drafter-tok-s", "25000")
+
+    def drafter_gib(text: str) -> float:
+        return float(text.split("a drafter ")[1].split()[0])
+
+    _, whole = plan(capsys, *rates)
+    code, text = plan(capsys, *rates, "--optim.shard")
+    assert code == 0
+    # Half of 12 bytes of 1,048,626,432 numbers.
+    assert drafter_gib(whole) - drafter_gib(text) == pytest.approx(5.86, abs=0.1)
+    rows = {int(line.split()[0]): line for line in text.splitlines() if line.split()[0].isdigit()}
+    assert "too few" in rows[1] and "too few" not in rows[2]
+    assert not any("and 1 drafter," in line for line in rows.values())
+
+
 def test_fewer_nodes_that_do_as_well_are_said(target: str, capsys) -> None:
     rates = ("--target.path", target, "--target-tok-s", "25000", "--drafter-tok-s", "25000", "--gpus", "64")
     _, text = plan(capsys, *rates, "--node-gb-s", "1")

@@ -62,13 +62,14 @@ class Boundary:
 
 
 def contents_at(config: RunConfig, built: Built, steps_done: int) -> Contents:
-    """What a checkpoint holds, as it lies on drafter 0's device."""
-    step = built.steps[0]
+    """What a checkpoint holds, as it lies on drafter 0's device; its state on those of all drafters that divide it."""
+    step, *others = built.steps
     return contents_of(
         steps_done,
         step.drafter,
         step.optimizer,
         config,
+        others=[one.optimizer for one in others if one.seat is not None],
         data=built.fingerprint,
         position=position_at(built.loader.config, steps_done),
         total_steps=built.total_steps,

@@ -24,6 +24,7 @@ from blockdraft.models.probe import LOW_SHARE, Sample, probe
 from blockdraft.models.target import DTYPES, Target, choose_dtype
 from blockdraft.runtime.memory_fit import explain_shortage, is_shortage, say_plan
 from blockdraft.runtime.memory_plan import MemoryPlan, Sizes
+from blockdraft.training.shards import Seat
 from blockdraft.training.start import new_drafter
 from blockdraft.training.step import DrafterStep, MakeAttend
 
@@ -103,8 +104,9 @@ def _build(
             device,
             checked.total_steps,
             is_alone=checked.loader.config.num_drafters == 1,
+            seat=Seat(number, len(checked.drafter_devices)) if config.optim.shard else None,
         )
-        for device in checked.drafter_devices
+        for number, device in enumerate(checked.drafter_devices)
     ]
     parameters = sum(weight.numel() for weight in drafter.parameters())
     say(f"drafter: {shape.num_layers} layers, {parameters / 1e6:.1f} M parameters, mask token {shape.mask_token_id}")
@@ -170,6 +172,7 @@ def _step(
     total_steps: int,
     *,
     is_alone: bool,
+    seat: Seat | None,
 ) -> DrafterStep:
     dtype = DTYPES[choose_dtype(config.drafter.dtype, device)]
     replica = Drafter(drafter.shape)
@@ -187,6 +190,7 @@ def _step(
         total_steps=total_steps,
         make_attend=make_attend,
         how=how,
+        seat=seat,
     )
 
 

@@ -76,6 +76,11 @@ def check(config: RunConfig, *, node: int = 0, num_nodes: int = 1) -> Checked:
         ConfigError: whatever is wrong with the config, the data or the target's files.
     """
     target_devices, drafter_devices = check_topology(config)
+    if config.optim.shard and len(drafter_devices) == 1:
+        raise ConfigError(
+            "optim.shard divides the optimizer's state over the drafters of a node: expected at least 2 "
+            "runtime.drafters, found 1; name more, or leave it out"
+        )
     store = check_store(config)
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
     check_prepared_for(config, store, tokenizer)

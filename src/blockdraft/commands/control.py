@@ -8,6 +8,7 @@ import dataclasses
 import queue
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -216,7 +217,8 @@ class Control:
             say=self.say,
             lane=pipeline.record.writer,
         )
-        self.built.steps[0].before_update = self.saver.before_update
+        for step in self.built.steps:
+            step.before_update = partial(self.saver.before_update, step.drafter.device)
         self.boundary = Boundary(
             self.config,
             self.built,

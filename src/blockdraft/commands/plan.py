@@ -171,21 +171,27 @@ class Fit(NamedTuple):
     gpus_per_target: int
     may_share: bool
     fits: bool
+    least_drafters: int
+    """Of a node: one has nobody to divide the optimizer's state with."""
     lines: list[str]
 
 
 def find_fit(basis: Basis, options: Options) -> Fit:
     """Whether a drafter fits a GPU, over how many a target has to be divided, and whether both fit one."""
-    from blockdraft.runtime.memory_fit import knobs, spell_knobs
+    from blockdraft.runtime.memory_fit import ELSEWHERE, knobs, spell_knobs
     from blockdraft.runtime.memory_plan import GIB, plan_memory, spell_bytes
+
+    least = 2 if basis.config.optim.shard else 1
 
     def total(targets: tuple[str, ...], drafters: tuple[str, ...], device: str) -> int:
         placed = replace(basis.config, runtime=replace(basis.config.runtime, targets=targets, drafters=drafters))
         return plan_memory(placed, basis.sizes).total(device)
 
     holds = int(options.gpu_gib * GIB)
-    drafter = total(("cuda:0",), ("cuda:1",), "cuda:1")
-    both = total(("cuda:0",), ("cuda:0",), "cuda:0")
+    # As many drafters of a node as there are at least, or one.
+    others = (ELSEWHERE,) * (least - 1)
+    drafter = total(("cuda:0",), ("cuda:1", *others), "cuda:1")
+    both = total(("cuda:0",), ("cuda:0", *others), "cuda:0")
     per_target, target = 0, 0
     for count in range(1, min(options.gpus_per_node, len(basis.sizes.outline.layers)) + 1):
         name = "+".join(f"cuda:{index}" for index in range(count))
@@ -203,7 +209,7 @@ def find_fit(basis: Basis, options: Options) -> Fit:
         lines.append(f"  the drafter does not fit; what helps: {spell_knobs(knobs(apart, basis.sizes, 'cuda:1'))}")
     if not per_target:
         lines.append(f"  the target does not fit, divided over a node of {options.gpus_per_node} either")
-    return Fit(per_target, both <= holds and per_target == 1, drafter <= holds and per_target > 0, lines)
+    return Fit(per_target, both <= holds and per_target == 1, drafter <= holds and per_target > 0, least, lines)
 
 
 def find_splits(stages: "Stages", gpus: int, options: Options, links: "Links", fit: Fit) -> "list[Split]":
@@ -220,7 +226,7 @@ def find_splits(stages: "Stages", gpus: int, options: Options, links: "Links", f
         gpus_per_target=fit.gpus_per_target,
         may_share=fit.may_share,
     )
-    return list(found)
+    return [split for split in found if split.drafters >= fit.least_drafters]
 
 
 def _spell_fewer(every: "list[Split]", found: "Split") -> Iterator[str]:

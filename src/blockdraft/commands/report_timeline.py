@@ -19,6 +19,7 @@ KINDS: Final = {
     "micro-batch": "micro",
     "sum of gradients": "sum",
     "update": "update",
+    "exchange of weights": "exchange",
     "save": "save",
     "write": "write",
     "evaluate": "evaluate",

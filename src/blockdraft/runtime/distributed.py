@@ -1,4 +1,4 @@
-"""Summing gradients between drafter threads: each owns a process group, built directly, without a default group.
+"""Summing gradients between drafter threads, and handing weights over: each owns a process group, built directly.
 
 rank = node * drafters_per_node + i. gloo on CPUs, NCCL on GPUs. With several nodes, one process each, started by
 torchrun, a TCPStore joins them; with one, a HashStore joins its threads.
@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -32,14 +33,17 @@ SUM_SECONDS = 60.0
 """Drafters enter a sum together, so it lasts as long as the slowest node's micro-batches (decision 0006)."""
 LOST_SECONDS = 60.0
 """A node that has not been heard of for this long is taken for dead."""
+TELL_SECONDS = 10.0
 JOIN_SECONDS = 1800.0
 """Longest wait for another node's start-up."""
+STOPPED = "failed: StopRequested"
+"""Of what a node says that was asked to stop before there was a step to finish."""
 BEAT_SECONDS = 1.0
 POLL_SECONDS = 0.002
 
-
 NCCL_CTAS: int | None = None
 """None: NCCL's own choice."""
+SUM, EXCHANGE = "sum of gradients", "exchange of weights"
 
 
 class NodeLost(RuntimeError):
@@ -117,12 +121,14 @@ class World:
                 raise NodeLost(f"node {node} has not been heard of for {LOST_SECONDS:.0f} s; the run cannot go on")
 
     def fail(self, message: str) -> None:
-        """Tells the other nodes why this one ends."""
+        """Tells the other nodes why this one ends. A stop is no fault: none finds the store gone before it hears."""
         if self.num_nodes > 1:
             text = f"node {self.node} failed: {message.strip().splitlines()[0]}"
             try:
                 if not self._control.check(["failed"]):
                     self._control.set("failed", text)
+                if STOPPED in self._control.get("failed").decode():
+                    self.part(TELL_SECONDS)
             except RuntimeError:
                 # The store went away with its node: nobody is left to tell.
                 return
@@ -148,11 +154,11 @@ class World:
         if self.num_nodes > 1:
             self._ask(lambda: self._control.add("stop", 1))
 
-    def part(self) -> None:
-        """The last exchange: whoever keeps the store leaves when all others have."""
+    def part(self, seconds: float = LOST_SECONDS) -> None:
+        """The last exchange: whoever keeps the store leaves when all others have, at the latest after `seconds`."""
         if self.num_nodes == 1:
             return
-        deadline = time.monotonic() + LOST_SECONDS
+        deadline = time.monotonic() + seconds
         gone = self._ask(lambda: self._control.add("gone", 1))
         while self.node == 0 and gone < self.num_nodes and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -236,9 +242,17 @@ def join_world(timeout_s: float = 300.0) -> World:
     return World(node, size, c10d.PrefixStore("blockdraft", store))
 
 
+class Running(NamedTuple):
+    """A collective on its way, and the calls that end it."""
+
+    what: str
+    ends: tuple[Callable[[], object], ...]
+
+
 class GradientSum:
     """One drafter thread's end of the sums over all drafters; built and used in that thread.
 
+    Drafters of a node that divide the optimizer's state hand each other the new weights here too.
     Sums run beside the backward that makes the next gradients: on GPUs on NCCL's own stream, on CPUs in gloo's threads.
     Every drafter has to start the same buckets in the same order.
     """
@@ -252,32 +266,42 @@ class GradientSum:
         timeout_s: float,
         meet: Callable[[], None] = lambda: None,
         most_ctas: int | None = NCCL_CTAS,
+        near: int | None = None,
         launch: Meeting | None = None,
     ) -> None:
         """`meet`: called before a step's first sum; returns when all drafters of this process are there, or raises.
 
         `most_ctas`: multiprocessors that NCCL may take from the backward beside it; None leaves it to NCCL.
         `launch`: where the drafters of this process meet before and after a launch on GPUs; needed with several.
+        `near`: drafters of a node, if they hand each other weights.
         """
         self.device, self.rank, self.size, self.timeout_s, self.meet = device, rank, size, timeout_s, meet
         self._launch = launch
-        kept = c10d.PrefixStore("drafters", store)
-        timeout = timedelta(seconds=timeout_s)
-        self._running: deque[Any] = deque()
+        self._running: deque[Running] = deque()
         self._options = c10d.AllreduceCoalescedOptions()
         self._options.reduceOp = c10d.ReduceOp.SUM
-        if device.type == "cuda":
-            for name, value in NCCL_SETTINGS.items():
-                os.environ.setdefault(name, value)
-            options = c10d.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            # Its blocks get in as soon as one of the backward's ends.
-            options.is_high_priority_stream = True
-            if most_ctas is not None:
-                options.config.max_ctas = most_ctas
-            self.group: Any = c10d.ProcessGroupNCCL(kept, rank, size, options)
-        else:
-            self.group = c10d.ProcessGroupGloo(kept, rank, size, timeout)
+        self._most_ctas = most_ctas
+        self.group: Any = self._join(c10d.PrefixStore("drafters", store), rank, size)
+        self.near: Any = None
+        """The group of the drafters of this node; with one node, of all."""
+        if near == size:
+            self.near = self.group
+        elif near is not None:
+            self.near = self._join(c10d.PrefixStore(f"node {rank // near}", store), rank % near, near)
+
+    def _join(self, store: Any, rank: int, size: int) -> Any:
+        timeout = timedelta(seconds=self.timeout_s)
+        if self.device.type != "cuda":
+            return c10d.ProcessGroupGloo(store, rank, size, timeout)
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        # Its blocks get in as soon as one of the backward's ends.
+        options.is_high_priority_stream = True
+        if self._most_ctas is not None:
+            options.config.max_ctas = self._most_ctas
+        return c10d.ProcessGroupNCCL(store, rank, size, options)
 
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
@@ -299,42 +323,78 @@ class GradientSum:
         """
         try:
             with self._launching():
-                self._running.append(self.group.allreduce_coalesced(bucket, self._options))
+                work = self.group.allreduce_coalesced(bucket, self._options)
         except RuntimeError as error:
-            raise self._lost() from error
+            raise self._lost(SUM) from error
+        self._running.append(Running(SUM, (work.wait,)))
+
+    def hand_out(self, weights: list[tuple[int, Tensor]]) -> None:
+        """Begins to copy each weight from the drafter of this node with that number to the node's others, in place.
+
+        On a GPU the copies come behind what the current stream holds now, and are one launch of NCCL's. On a CPU each
+        is made in `wait`: gloo finishes what it has begun before a group can be left, also what nobody will send.
+
+        Raises:
+            NodeLost: another drafter left.
+        """
+        if self.device.type != "cuda":
+            ends = [partial(self._broadcast_now, root, weight) for root, weight in weights]
+            self._running.append(Running(EXCHANGE, tuple(ends)))
+            return
+        try:
+            with self._launching():
+                self.near._start_coalescing()
+                for root, weight in weights:
+                    self._broadcast(root, weight)
+                work = self.near._end_coalescing()
+        except RuntimeError as error:
+            raise self._lost(EXCHANGE) from error
+        self._running.append(Running(EXCHANGE, (work.wait,)))
+
+    def _broadcast(self, root: int, weight: Tensor) -> Any:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        # As bytes: gloo does not know every type.
+        return self.near.broadcast([weight.view(-1).view(torch.uint8)], options)
+
+    def _broadcast_now(self, root: int, weight: Tensor) -> None:
+        self._broadcast(root, weight).wait()
 
     def wait(self) -> None:
-        """Ends the oldest sum that was started; on a GPU the current stream waits for it, not this thread.
+        """Ends the oldest sum or exchange that was started; on a GPU the current stream waits for it, not this thread.
 
         Raises:
             NodeLost: another drafter left, or did not come in time.
         """
+        what, ends = self._running[0]
         try:
-            self._running[0].wait()
+            for end in ends:
+                end()
         except RuntimeError as error:
-            raise self._lost() from error
+            raise self._lost(what) from error
         self._running.popleft()
 
-    def _lost(self) -> NodeLost:
+    def _lost(self, what: str) -> NodeLost:
         return NodeLost(
-            f"the sum of gradients over {self.size} drafters failed at drafter {self.rank}: another one ended, "
-            f"or did not come within {self.timeout_s:.0f} s"
+            f"the {what} over {self.size} drafters failed at drafter {self.rank}: another one ended, or did not come "
+            f"within {self.timeout_s:.0f} s"
         )
 
     def drop(self) -> None:
         """Leaves the group, which ends the collectives that others wait in with an error."""
         # A sum that is still running keeps its connections open for as long as it is kept.
         self._running.clear()
-        self.group = None
+        self.group = self.near = None
 
-    def abort(self) -> threading.Thread | None:
+    def abort(self) -> list[threading.Thread]:
         """Ends a collective on GPUs that this drafter waits in; called by control. gloo's end with `drop`.
 
-        Returns the thread that does it: an abort may wait until the other drafters' groups are aborted too.
+        Returns the threads that do it, one a group: an abort may wait until the other drafters' groups are aborted too.
         """
-        group = self.group
-        if self.device.type != "cuda" or group is None:
-            return None
-        thread = threading.Thread(target=group.abort, name="abort", daemon=True)
-        thread.start()
-        return thread
+        groups = {id(group): group for group in (self.group, self.near) if group is not None}
+        if self.device.type != "cuda":
+            return []
+        threads = [threading.Thread(target=group.abort, name="abort", daemon=True) for group in groups.values()]
+        for thread in threads:
+            thread.start()
+        return threads

@@ -104,6 +104,12 @@ def _moves(config: RunConfig, sizes: Sizes, device: str) -> Iterator[tuple[str, 
         yield "--optim.optimizer adamw_bf16 (moments in bfloat16)", replace(config, optim=rounded), sizes
     muon = replace(config.optim, optimizer="muon")
     yield "--optim.optimizer muon (with a learning rate of its own)", replace(config, optim=muon), sizes
+    if is_gpu and device in runtime.drafters and not config.optim.shard:
+        shard, others = replace(config.optim, shard=True), runtime.drafters
+        flags = "--optim.shard"
+        if len(others) == 1:
+            flags, others = "--optim.shard and another of --runtime.drafters", (*others, ELSEWHERE)
+        yield flags, replace(config, optim=shard, runtime=replace(runtime, drafters=others)), sizes
     if is_gpu:
         target = replace(config.target, dtype="bfloat16")
         yield "--target.dtype bfloat16", replace(config, target=target), sizes

@@ -23,6 +23,7 @@ from blockdraft.models.drafter import DrafterShape
 from blockdraft.models.outline import Outline
 from blockdraft.models.target_split import layer_devices
 from blockdraft.training.head_loss import even_chunk
+from blockdraft.training.shards import share_out
 
 GIB = 2**30
 HOST = "host"
@@ -93,8 +94,8 @@ def plan_memory(config: RunConfig, sizes: Sizes) -> MemoryPlan:
     parts: list[Part] = []
     for name in config.runtime.targets:
         parts += _target_parts(config, sizes, name.split("+"))
-    for name in config.runtime.drafters:
-        parts += _drafter_parts(config, sizes, name)
+    for name, held in zip(config.runtime.drafters, held_parameters(config, sizes.shape), strict=True):
+        parts += _drafter_parts(config, sizes, name, held)
     parts.append(Part(HOST, "copy for checkpoints", checkpoint_bytes(config, sizes.shape), False))
     parts.append(Part(HOST, "micro-batches", micro_batch_bytes(config, sizes), False))
     if config.runtime.keep_features:
@@ -138,13 +139,27 @@ def forward_peak(outline: Outline, bucket: Bucket, width: int, *, is_fast: bool)
     return bucket.batch * bucket.length * width * (3 * facts.intermediate_size + states)
 
 
-def drafter_parameters(shape: DrafterShape) -> int:
-    """Trainable numbers of a drafter."""
+def weight_sizes(shape: DrafterShape) -> list[int]:
+    """Numbers of each weight of a drafter."""
     width, queries = shape.hidden_size, shape.num_heads * shape.head_dim
     keys = shape.num_kv_heads * shape.head_dim
-    layer = 2 * width * queries + 2 * width * keys + 3 * width * shape.intermediate_size
-    layer += 2 * shape.head_dim + 2 * width
-    return shape.num_layers * layer + len(shape.target_layer_ids) * width * width + 2 * width
+    layer = [width * queries] * 2 + [width * keys] * 2 + [width * shape.intermediate_size] * 3
+    layer += [shape.head_dim] * 2 + [width] * 2
+    return [len(shape.target_layer_ids) * width * width, *layer * shape.num_layers, width, width]
+
+
+def drafter_parameters(shape: DrafterShape) -> int:
+    """Trainable numbers of a drafter."""
+    return sum(weight_sizes(shape))
+
+
+def held_parameters(config: RunConfig, shape: DrafterShape) -> list[int]:
+    """Numbers of which each drafter keeps masters and moments: all, or its share."""
+    sizes, count = weight_sizes(shape), len(config.runtime.drafters)
+    if not config.optim.shard:
+        return [sum(sizes)] * count
+    owners = share_out(sizes, count)
+    return [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == one) for one in range(count)]
 
 
 def checkpoint_bytes(config: RunConfig, shape: DrafterShape) -> int:
@@ -171,13 +186,13 @@ def moments_bytes(config: RunConfig) -> int:
     return {"adamw": 8, "adamw_bf16": 4, "muon": 4}[config.optim.optimizer]
 
 
-def _drafter_parts(config: RunConfig, sizes: Sizes, device: str) -> Iterable[Part]:
+def _drafter_parts(config: RunConfig, sizes: Sizes, device: str, held: int) -> Iterable[Part]:
     shape, width = sizes.shape, BYTES[config.drafter.dtype]
     count = drafter_parameters(shape)
     yield Part(device, "drafter weights", count * width, False)
     if width != 4:
-        yield Part(device, "masters", count * 4, False)
-    yield Part(device, "moments", count * moments_bytes(config), False)
+        yield Part(device, "masters", held * 4, False)
+    yield Part(device, "moments", held * moments_bytes(config), False)
     is_added = not _is_fused(config, device) or config.optim.accumulation > len(config.runtime.drafters)
     # The fused update frees gradients behind each step; otherwise they stay, zeroed.
     yield Part(device, "gradients", count * 4 if is_added else 0, _is_fused(config, device))

@@ -156,10 +156,9 @@ class Pipeline:
     def abort_sums(self) -> None:
         """Ends the collectives on GPUs that drafters wait in; all at once, since each waits for the others."""
         sums = [step.sum_gradients for step in self.steps]
-        aborts = [one.abort() for one in sums if isinstance(one, GradientSum)]
+        aborts = [thread for one in sums if isinstance(one, GradientSum) for thread in one.abort()]
         for thread in aborts:
-            if thread is not None:
-                thread.join(ABORT_SECONDS)
+            thread.join(ABORT_SECONDS)
 
     def busy_shares(self) -> Busy:
         """Share of the time since steady state began that each side's workers computed, on average."""
@@ -260,9 +259,12 @@ class Pipeline:
                 self.channel.meet()
                 rank, size = self.loader.config.first_drafter + index, self.loader.config.num_drafters
                 client, device = self.world.client(), step.drafter.device
-                step.join(
-                    GradientSum(client, rank, size, device, self.sum_seconds, self.channel.meet, launch=self._launches)
+                near = len(self.steps) if step.seat is not None else None
+                meet = self.channel.meet
+                total = GradientSum(
+                    client, rank, size, device, self.sum_seconds, meet, near=near, launch=self._launches
                 )
+                step.join(total, total if step.seat is not None else None)
             self._train(worker, index)
             self._finish_together(index)
 

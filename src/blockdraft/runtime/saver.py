@@ -1,7 +1,8 @@
 """Saving beside training: drafter 0 copies its tensors into host memory, a thread of its own writes them.
 
 On a GPU the copy runs on a side stream into page-locked memory, and only the next update of the masters waits for it.
-There is room for one copy: a save that comes while the one before is still being written waits for it.
+Where the drafters of a node divide the optimizer's state, drafter 0 copies theirs too, each on its own GPU. There is
+room for one copy: a save that comes while the one before is still being written waits for it.
 """
 
 import queue
@@ -9,7 +10,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,43 +31,60 @@ class Abandoned(RuntimeError):
     """The run ended in a way that leaves this checkpoint without its metrics."""
 
 
+class Side(NamedTuple):
+    """What a GPU's tensors are copied on, and when they are there."""
+
+    stream: torch.cuda.Stream
+    copied: torch.cuda.Event
+
+
 class Snapshot:
     """Room in host memory for one checkpoint's tensors."""
 
     def __init__(self, contents: Contents) -> None:
         """Takes the memory for tensors like these; those that share their memory share their room."""
-        self.device = next(iter(contents.weights.values())).device
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.copied = torch.cuda.Event(blocking=True) if self.device.type == "cuda" else None
+        self.device = contents.skipped.device
+        devices = sorted({tensor.device for tensor in _named(contents).values()}, key=str)
+        self.sides = {
+            device: Side(torch.cuda.Stream(device), torch.cuda.Event(blocking=True))
+            for device in devices
+            if device.type == "cuda"
+        }
         owners = {_place(tensor): (name, tensor) for name, tensor in reversed(_named(contents).items())}
-        room = _room([tensor for _, tensor in owners.values()], is_pinned=self.stream is not None)
+        room = _room([tensor for _, tensor in owners.values()], is_pinned=bool(self.sides))
         self.room = dict(zip((name for name, _ in owners.values()), room, strict=True))
 
     def take(self, contents: Contents) -> Contents:
-        """The same contents in this room, once `copied` has happened; on a CPU, when this returns."""
-        if self.stream is None:
-            return self._copy(contents)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            found = self._copy(contents)
-            assert self.copied is not None
-            self.copied.record(self.stream)
+        """The same contents in this room, once all `copied` have happened; on a CPU, when this returns.
+
+        Drafter 0's stream is behind the weights that the others handed out, and those came behind the others' updates:
+        who is behind the one is behind the other. On a CPU its thread is.
+        """
+        for side in self.sides.values():
+            side.stream.wait_stream(torch.cuda.current_stream(self.device))
+        found = self._copy(contents)
+        for side in self.sides.values():
+            side.copied.record(side.stream)
         return found
 
     @torch.no_grad()
     def _copy(self, contents: Contents) -> Contents:
-        taken: dict[tuple[int, torch.Size], str] = {}
+        taken: dict[tuple[torch.device, int, torch.Size], str] = {}
         views: dict[str, Tensor] = {}
         for name, tensor in _named(contents).items():
             owner = taken.setdefault(_place(tensor), name)
             if owner == name:
-                self.room[name].copy_(tensor, non_blocking=True)
+                with self._beside(tensor.device):
+                    self.room[name].copy_(tensor, non_blocking=True)
             views[name] = self.room[owner]
         return contents._replace(
             weights={name: views[f"w.{name}"] for name in contents.weights},
             moments={name: views[f"m.{name}"] for name in contents.moments},
             skipped=views["s"],
         )
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.sides[device].stream) if device in self.sides else nullcontext()
 
 
 def _named(contents: Contents) -> dict[str, Tensor]:
@@ -73,8 +93,8 @@ def _named(contents: Contents) -> dict[str, Tensor]:
     return named | {"s": contents.skipped}
 
 
-def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
+def _place(tensor: Tensor) -> tuple[torch.device, int, torch.Size]:
+    return tensor.device, tensor.data_ptr(), tensor.shape
 
 
 def _room(tensors: Iterable[Tensor], *, is_pinned: bool) -> list[Tensor]:
@@ -122,7 +142,7 @@ class Saver:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_room = threading.Semaphore(1)
         self._is_abandoned = threading.Event()
-        self._must_wait = False
+        self._must_wait: set[torch.device] = set()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
     # In drafter 0's thread
@@ -142,19 +162,23 @@ class Saver:
         if waited > 1.0:
             self.say(f"saving step {steps_done} waited {waited:.1f} s for the save before it; raise save_every")
         copy = self._snapshot.take(self.contents_at(steps_done))
-        self._must_wait = True
+        # The drafters meet before their next update, so each of them sees it.
+        self._must_wait.update(self._snapshot.sides)
         self._jobs.put(lambda: self._write(copy))
-
-    def before_update(self) -> None:
-        """Makes the update that comes wait for the copy, on the device."""
-        if self._must_wait and self._snapshot is not None and self._snapshot.copied is not None:
-            self._snapshot.copied.wait(torch.cuda.current_stream(self._snapshot.device))
-        self._must_wait = False
 
     def evaluated(self, steps_done: int, acceptance_length: float) -> None:
         """Offers a step's checkpoint, if there is one, as the best; behind all saves asked for before."""
         candidate = Best(steps_done, acceptance_length)
         self._jobs.put(lambda: self._record(candidate))
+
+    # In each drafter's thread
+
+    def before_update(self, device: torch.device) -> None:
+        """Makes the update that comes on this device wait for the copy of what it changes, on the device."""
+        if device in self._must_wait:
+            assert self._snapshot is not None
+            self._snapshot.sides[device].copied.wait(torch.cuda.current_stream(device))
+            self._must_wait.discard(device)
 
     # In control's thread
 
@@ -195,8 +219,8 @@ class Saver:
     def _write(self, copy: Contents) -> None:
         assert self._snapshot is not None
         try:
-            if self._snapshot.copied is not None:
-                self._snapshot.copied.synchronize()
+            for side in self._snapshot.sides.values():
+                side.copied.synchronize()
             with self.lane.span("write", copy.steps_done - 1):
                 write_checkpoint(
                     self.root,

@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from os import O_RDONLY, close, fsync
 from os import open as open_descriptor
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from blockdraft.config import ConfigError, RunConfig, to_json
 from blockdraft.models.drafter import Drafter, DrafterShape
-from blockdraft.training.optim import MasterOptimizer
+from blockdraft.training.optim import MasterOptimizer, merged_state
 from blockdraft.training.tensor_file import no_tick, sum_file, write_tensors, write_text
 
 FORMAT = 2
@@ -78,11 +78,12 @@ def contents_of(
     optimizer: MasterOptimizer,
     config: RunConfig,
     *,
+    others: Sequence[MasterOptimizer] = (),
     data: str = "",
     position: Mapping[str, int] | None = None,
     total_steps: int = 0,
 ) -> Contents:
-    """A checkpoint of what these hold now; nothing is copied.
+    """A checkpoint of what these hold now; nothing is copied. `others`: who holds the rest of a divided state.
 
     `data`: fingerprint of the documents; `position`: place in the data and its random draws. Both are compared on
     resuming. `total_steps`: what the schedule was made for.
@@ -98,7 +99,8 @@ def contents_of(
         "versions": versions(),
     }
     weights = {name: weight.detach() for name, weight in drafter.state_dict().items()}
-    return Contents(steps_done, weights, optimizer.state_tensors(), optimizer.skipped, state, config)
+    moments = merged_state([optimizer, *others])
+    return Contents(steps_done, weights, moments, optimizer.skipped, state, config)
 
 
 def versions() -> dict[str, str]:

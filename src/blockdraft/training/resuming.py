@@ -10,7 +10,7 @@ from blockdraft.training.checkpoint import CONFIG, STATE, Damaged, list_checkpoi
 
 RESUMABLE = (
     "run_dir", "steps", "epochs", "save_every", "keep_last", "trackers", "runtime", "eval",
-    "optim.max_skipped",
+    "optim.max_skipped", "optim.shard",
 )  # fmt: skip
 """Fields that may differ between a checkpoint and the run that resumes it."""
 

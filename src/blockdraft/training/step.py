@@ -24,6 +24,7 @@ from blockdraft.training.loss import dpace_weights, target_choice, weighted_loss
 from blockdraft.training.loss_rows import put_back, take_labels, take_rows
 from blockdraft.training.metrics import StepSums, add_sums, flatten_sums, slot_sums, unflatten_sums, zero_sums
 from blockdraft.training.optim import MasterOptimizer, lr_scale
+from blockdraft.training.shards import Exchange, Seat
 
 
 class Blocks(NamedTuple):
@@ -108,6 +109,7 @@ class DrafterStep:
         make_attend: MakeAttend,
         sum_gradients: SumGradients | None = None,
         how: How = "nothing",
+        seat: Seat | None = None,
     ) -> None:
         """`head` is `ends`, or `ends` restricted to a draft vocabulary; `how` the drafter runs (models/compiled.py)."""
         self.drafter, self.ends, self.head = drafter, ends, head
@@ -116,7 +118,8 @@ class DrafterStep:
         self.how: How = how
         self.use_attention(make_attend)
         self.slot_loss, self.slot_kl = choose_slot_loss(drafter.device), choose_slot_kl(drafter.device)
-        self.optimizer = MasterOptimizer(drafter, optim)
+        self.seat = seat
+        self.optimizer = MasterOptimizer(drafter, optim, seat)
         self.buckets = GradientBuckets(self.optimizer.weights, self.optimizer.gradient, self.optimizer.land)
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
@@ -170,13 +173,18 @@ class DrafterStep:
         choice_M = target_choice(final_MD, self.head, config.chunk_rows)
         return self.slot_loss(drafted_MD, choice_M, self.head, config.chunk_rows)
 
-    def join(self, total: SumGradients) -> None:
-        """From now on one of several replicas. Sums every bucket once, so that what carries them is set up and warm."""
+    def join(self, total: SumGradients, exchange: Exchange | None = None) -> None:
+        """From now on one of several replicas. Sums every bucket once, so that what carries them is set up and warm.
+
+        `exchange`: of the drafters that divide the optimizer's state; weights are handed out once for the same reason.
+        """
         self.sum_gradients = total
         self.optimizer.keep_gradients()
         self.buckets.begin(total)
         self.buckets.finish(torch.zeros_like(flatten_sums(self.sums)))
         self.optimizer.forget_gradients()
+        if exchange is not None:
+            self.optimizer.share_all(exchange)
 
     def begin_sum(self) -> None:
         """Before a step's last micro-batch: meets the other replicas; sums then run beside the backward.
@@ -206,6 +214,9 @@ class DrafterStep:
         self.before_update()
         with self.timed("update"):
             self.grad_norm = self.optimizer.step(self.last_scale)
+        if self.seat is not None:
+            with self.timed("exchange of weights"):
+                self.optimizer.await_weights()
         return sums
 
     def rehearse(self) -> None:

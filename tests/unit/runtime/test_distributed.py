@@ -7,7 +7,7 @@ import torch
 
 from blockdraft.config import ConfigError
 from blockdraft.runtime.devices import check_devices
-from blockdraft.runtime.distributed import GradientSum, c10d, is_several_nodes, join_world
+from blockdraft.runtime.distributed import GradientSum, NodeLost, c10d, is_several_nodes, join_world
 
 DEVICE = torch.device("cpu")
 
@@ -62,9 +62,58 @@ def test_every_thread_gets_the_same_sum():
                 assert torch.equal(mine, first), "replicas part"
 
 
+def test_weights_go_from_their_owner_to_the_drafters_of_its_node():
+    # Two nodes of two: the first of each owns some weights, the second the others.
+    store, found = c10d.HashStore(), {}
+    kinds = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)
+    owners = (0, 1, 1, 0)
+
+    def body(rank: int) -> None:
+        total = GradientSum(store, rank, 4, DEVICE, 20.0, near=2)
+        for number in range(5):
+            weights = [torch.full((3, 5), 10.0 * number + rank, dtype=kind) for kind in kinds]
+            gradients = draws(rank, number)
+            total.start(gradients)
+            total.wait()
+            total.hand_out(list(zip(owners[:2], weights[:2], strict=True)))
+            total.hand_out(list(zip(owners[2:], weights[2:], strict=True)))
+            total.wait()
+            total.wait()
+            found[rank, number] = [float(weight.float().mean()) for weight in weights]
+        total.drop()
+
+    assert run_threads(4, body) == [None] * 4
+    for rank in range(4):
+        first = rank // 2 * 2
+        assert found[rank, 3] == [30.0 + first + owner for owner in owners]
+
+
+def test_an_owner_that_leaves_ends_the_others_wait_for_its_weights():
+    store, left = c10d.HashStore(), threading.Event()
+
+    def body(rank: int) -> None:
+        total = GradientSum(store, rank, 2, DEVICE, 15.0, near=2)
+        weights = [(0, torch.zeros(4)), (1, torch.zeros(4))]
+        total.hand_out(weights)
+        total.wait()
+        if rank == 1:
+            total.drop()
+            left.set()
+            return
+        left.wait(10)
+        total.hand_out(weights)
+        total.wait()
+
+    errors = run_threads(2, body)
+    assert errors[1] is None
+    assert isinstance(errors[0], NodeLost)
+    assert "the exchange of weights over 2 drafters failed at drafter 0" in str(errors[0])
+
+
 def test_sums_have_a_stream_of_their_own_unless_told_otherwise():
     # NCCL would put them on the backward's own stream, and nothing would overlap.
     assert c10d.AllreduceCoalescedOptions().asyncOp
+    assert c10d.BroadcastOptions().asyncOp
 
 
 def test_a_group_that_is_left_ends_the_others_wait():

@@ -27,8 +27,10 @@ from blockdraft.runtime.memory_plan import (
     drafter_parameters,
     micro_batch_bytes,
     plan_memory,
+    slot_bytes,
     spell_bytes,
     step_peak,
+    weight_sizes,
 )
 
 
@@ -251,3 +253,35 @@ def test_running_out_of_memory_is_answered_with_the_plan() -> None:
     assert lines[0].startswith("out of memory")
     assert any(line.startswith("memory plan, cpu") for line in lines)
     assert any(line.startswith("what helps on cpu: ") and "--data.num-anchors 256 frees" in line for line in lines)
+
+
+def test_weights_are_those_of_the_module() -> None:
+    with torch.device("meta"):
+        drafter = Drafter(LARGE.shape)
+    assert sorted(weight_sizes(LARGE.shape)) == sorted(weight.numel() for weight in drafter.parameters())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_divided_state_takes_a_share_of_each_drafters_device(count: int) -> None:
+    base = config()
+    devices = tuple(f"cuda:{index + 1}" for index in range(count))
+    base = replace(base, runtime=replace(base.runtime, topology="pool", targets=("cuda:0",), drafters=devices))
+    divided = replace(base, optim=replace(base.optim, shard=True))
+    before, after = plan_memory(base, LARGE), plan_memory(divided, LARGE)
+    whole = 12 * drafter_parameters(LARGE.shape)
+    saved = [before.total(device) - after.total(device) for device in devices]
+    # Each keeps its share; together they keep one whole state.
+    assert sum(saved) == (count - 1) * whole
+    assert all(abs(one - whole * (count - 1) / count) < 0.02 * whole for one in saved)
+    assert before.total("host") == after.total("host")
+    found = {knob.change: knob.saved for knob in knobs(base, LARGE, "cuda:1")}
+    assert found["--optim.shard"] == saved[0]
+    assert not any("--optim.shard" in knob.change for knob in knobs(divided, LARGE, "cuda:1"))
+
+
+def test_a_drafter_alone_is_told_of_another_to_divide_with() -> None:
+    found = {knob.change: knob.saved for knob in knobs(config(), LARGE, "cuda:0")}
+    change = "--optim.shard and another of --runtime.drafters"
+    # Features for the other one are staged here.
+    freed = found[change] + 2 * slot_bytes(config(), LARGE)
+    assert abs(freed - 6 * drafter_parameters(LARGE.shape)) < 0.02 * 12 * drafter_parameters(LARGE.shape)

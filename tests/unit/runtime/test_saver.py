@@ -213,14 +213,16 @@ def test_a_gpus_copy_comes_behind_the_step_and_the_next_update_behind_the_copy(t
     bench = Bench(tmp_path)
     snapshot = bench.saver._snapshot
     assert snapshot is not None
-    snapshot.stream, snapshot.copied = Side(), Copied()  # type: ignore[assignment]
+    device = bench.drafter.device
+    snapshot.sides[device] = module.Side(Side(), Copied())  # type: ignore[arg-type]
     whole = Snapshot._copy
     monkeypatch.setattr(Snapshot, "_copy", lambda self, contents: (log.append("copies"), whole(self, contents))[1])
     monkeypatch.setattr(module.torch.cuda, "current_stream", lambda _device: "the step")
     monkeypatch.setattr(module.torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     bench.saver.save(1)
-    bench.saver.before_update()
-    bench.saver.before_update()
+    bench.saver.before_update(torch.device("meta"))
+    bench.saver.before_update(device)
+    bench.saver.before_update(device)
     bench.finish()
     assert [line for line in log if "writer" not in line] == [
         "side waits for the step",

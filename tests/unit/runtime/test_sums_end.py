@@ -16,15 +16,17 @@ class Group:
     def __init__(self, gate: threading.Barrier) -> None:
         self.gate = gate
         self.is_aborted = False
+        self.num_aborts = 0
 
     def abort(self) -> None:
         self.gate.wait(20)
         self.is_aborted = True
+        self.num_aborts += 1
 
 
-def summing(device: str, group: object) -> GradientSum:
+def summing(device: str, group: object, near: object = None) -> GradientSum:
     found = GradientSum.__new__(GradientSum)
-    found.device, found.group = torch.device(device), group
+    found.device, found.group, found.near = torch.device(device), group, near
     found._running = []
     return found
 
@@ -43,6 +45,17 @@ def test_control_aborts_all_groups_at_once_and_waits_for_it():
     pipeline_of("cuda:0", groups).abort_sums()
     assert [group.is_aborted for group in groups] == [True] * 3
     assert not any(thread.name == "abort" for thread in threading.enumerate())
+
+
+def test_the_group_of_a_node_is_aborted_too_and_once_where_it_is_that_of_all():
+    gate, alone = threading.Barrier(2), Group(threading.Barrier(1))
+    both = [Group(gate), Group(gate)]
+    pipeline = pipeline_of("cuda:0", [None, None])
+    pipeline.steps[0].sum_gradients = summing("cuda:0", *both)
+    pipeline.steps[1].sum_gradients = summing("cuda:1", alone, alone)
+    pipeline.abort_sums()
+    assert [group.is_aborted for group in (*both, alone)] == [True] * 3
+    assert alone.num_aborts == 1
 
 
 def test_on_a_cpu_there_is_nothing_to_abort():
