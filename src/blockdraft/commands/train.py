@@ -51,7 +51,7 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     from blockdraft.commands.skips import NonFinite
     from blockdraft.commands.stops import StopRequested
     from blockdraft.runtime.diagnostics import Diagnostics
-    from blockdraft.runtime.distributed import NodeLost, this_node
+    from blockdraft.runtime.distributed import STOPPED, NodeLost, this_node
     from blockdraft.runtime.workers import Stalled, WorkerError
 
     run_dir = Path(config.run_dir)
@@ -70,16 +70,28 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
     try:
         return control.run()
     except (WorkerError, Stalled, NodeLost, NonFinite) as error:
+        if STOPPED in str(error) and not (control.pipeline is not None and control.pipeline.has_begun):
+            _leave_early(control)
+            raise StopRequested from error
         sys.stderr.write("\n".join([f"error: {error}", *control.explain(error)]) + "\n")
         _say_last_checkpoint(control)
         if control.has_threads():
             _leave_threads(1)
         return 1
     except (StopRequested, KeyboardInterrupt) as stop:
-        if control.has_threads():
-            _say(EARLY_STOP if isinstance(stop, StopRequested) else "interrupted")
-            _leave_threads(0 if isinstance(stop, StopRequested) else EXIT_INTERRUPTED)
+        if isinstance(stop, StopRequested):
+            _leave_early(control)
+        elif control.has_threads():
+            _say("interrupted")
+            _leave_threads(EXIT_INTERRUPTED)
         raise
+
+
+def _leave_early(control: "Control") -> None:
+    """After a stop before the first step, asked of this node or of another; returns where no thread is in the way."""
+    if control.has_threads():
+        _say(EARLY_STOP)
+        _leave_threads(0)
 
 
 def _leave_threads(code: int) -> None:
