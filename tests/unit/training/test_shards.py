@@ -162,6 +162,9 @@ def test_a_whole_state_is_loaded_by_any_number_of_drafters(before, after):
     saved = {name: value.clone() for name, value in merged_state(old[1]).items()}
     for optimizer in new[1]:
         optimizer.load_state_tensors(saved)
+    for net in new[0]:
+        for name, weight in net.named_parameters():
+            assert torch.equal(weight, saved[f"master.{name}"].bfloat16()), name
     for seed in range(3, 6):
         step_all(*old, seed)
         step_all(*new, seed)
