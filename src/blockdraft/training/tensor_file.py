@@ -84,11 +84,16 @@ def sum_file(path: Path) -> FileSum:
 
 
 class _Hasher:
-    """A checksum made in a thread of its own, in the order of the pieces."""
+    """A checksum made in a thread of its own, in the order of the pieces.
+
+    The first `PIECE_BYTES` are hashed at once: beside busy threads of Python, a small file is done before another
+    thread gets its turn.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "hasher")
         self._digest, self._waiting = hashlib.sha256(), deque[Future[None]]()
+        self._at_once = PIECE_BYTES
 
     def __enter__(self) -> "_Hasher":
         return self
@@ -102,6 +107,10 @@ class _Hasher:
 
     def put(self, piece: memoryview) -> None:
         """Waits while there are `MOST_WAITING` pieces before it."""
+        self._at_once -= len(piece)
+        if self._at_once >= 0:
+            self._digest.update(piece)
+            return
         self._waiting.append(self._thread.submit(self._digest.update, piece))
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft().result()

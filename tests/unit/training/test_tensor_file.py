@@ -40,13 +40,14 @@ def test_safetensors_reads_back_every_type_and_shape(tmp_path, monkeypatch):
 
 
 class SlowSum:
-    """A checksum whose every piece waits for `go`."""
+    """A checksum whose every piece but the first, hashed at once, waits for `go`."""
 
     def __init__(self, go: threading.Event) -> None:
-        self.go, self.has_waited_in_vain = go, False
+        self.go, self.has_waited_in_vain, self.num_pieces = go, False, 0
 
     def update(self, piece: memoryview) -> None:
-        self.has_waited_in_vain |= not self.go.wait(20)
+        self.num_pieces += 1
+        self.has_waited_in_vain |= self.num_pieces > 1 and not self.go.wait(20)
 
     def hexdigest(self) -> str:
         return "0"
@@ -72,12 +73,13 @@ def test_a_file_is_read_ahead_of_its_checksum_and_not_further_than_said(monkeypa
     go = threading.Event()
     slow = SlowSum(go)
     monkeypatch.setattr(tensor_file.hashlib, "sha256", lambda: slow)
-    num_put = 0
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 1)
+    num_put = -1
     with tensor_file._Hasher() as hasher:
 
         def put_all() -> None:
             nonlocal num_put
-            for _ in range(50):
+            for _ in range(51):
                 hasher.put(memoryview(b"x"))
                 num_put += 1
 
@@ -102,6 +104,15 @@ def test_a_sync_that_fails_is_a_write_that_failed(tmp_path, monkeypatch, name):
     with pytest.raises(OSError, match="No space left"):
         write_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(10)})
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("hasher", "syncer"))]
+
+
+def test_a_small_file_needs_no_thread(tmp_path, monkeypatch):
+    def fail(*_work: object) -> None:
+        raise AssertionError("a small file waits for a thread")
+
+    monkeypatch.setattr(tensor_file.ThreadPoolExecutor, "submit", fail)
+    tensors = {str(number): torch.zeros(1000) for number in range(20)}
+    assert write_tensors(tmp_path / "x.safetensors", tensors) == sum_file(tmp_path / "x.safetensors")
 
 
 def test_a_full_disk_ends_both_threads():
