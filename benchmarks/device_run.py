@@ -8,6 +8,7 @@ time busy per side, tokens per second, and the throughput of each side running a
 """
 
 import argparse
+import contextlib
 import functools
 import queue
 import sys
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -183,6 +185,11 @@ def drain(pipeline: Pipeline, losses: list[float], tokens: int, waits: WaitCount
             waits.step(len(losses), pipeline.workers)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """As a worker's thread has it: Triton launches on the current device, wherever its tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def alone(loader: Loader, target: Target, step: DrafterStep, total_steps: int, most: int = 40) -> Rates:
     """Throughput of each side by itself, over the same slots."""
     device = step.drafter.device
@@ -201,7 +208,7 @@ def alone(loader: Loader, target: Target, step: DrafterStep, total_steps: int, m
         synchronize()
         started = time.monotonic()
         slot = Slot(config.num_rows, config.row_length, width, target.dtype, device) if name == "drafter" else here
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as seen, on_device(slot.device):
             warnings.simplefilter("always")
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("warn")
