@@ -72,6 +72,9 @@ class Bench:
         self.device = torch.device(name)
         self.dtype = DTYPES[choose_dtype(options.dtype, self.device)]
         is_gpu = self.device.type == "cuda"
+        if is_gpu and self.device.index is not None:
+            # Kernels that are not torch's own start on the current device.
+            torch.cuda.set_device(self.device)
         self.device_name = (
             torch.cuda.get_device_name(self.device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
         )

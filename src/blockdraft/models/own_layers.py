@@ -79,6 +79,7 @@ class KernelDrafter:
     ) -> Tensor:
         """Returns the final-normed hidden states of slots 1..L-1, [R, A * (L - 1), D]."""
         drafter, num_rows = self.drafter, len(first_RAD)
+        check_current(drafter.device)
         context_UD = self._project(features_RTC.to(drafter.dtype).flatten(0, 1))
         total, delta = first_RAD.flatten(0, 1), None
         all_rows = self._rows(first_RAD, context_position_RT, block_position_RQ)
@@ -122,6 +123,19 @@ class KernelDrafter:
 
 def _cut(rows: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     return rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]
+
+
+def check_current(device: torch.device) -> None:
+    """Kernels that are not torch's own start on the thread's current device, whatever device their tensors lie on.
+
+    Raises:
+        RuntimeError: another one is current.
+    """
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        raise RuntimeError(
+            f"the drafter lies on {device}, and this thread's current device is cuda:{torch.cuda.current_device()}: "
+            f"call torch.cuda.set_device({device.index}) in the thread first"
+        )
 
 
 def choose_ops(device: torch.device) -> LayerOps:

@@ -18,7 +18,7 @@ from blockdraft.models.blocks import block_positions
 from blockdraft.models.compiled import compile_drafter
 from blockdraft.models.drafter import Drafter
 from blockdraft.models.layer_ops import EAGER_OPS
-from blockdraft.models.own_layers import KernelDrafter
+from blockdraft.models.own_layers import KernelDrafter, check_current
 from blockdraft.training import buckets
 from blockdraft.training.buckets import GradientBuckets
 from integration.tiny import tiny_drafter, tiny_target
@@ -244,3 +244,11 @@ def test_with_interpreted_kernels_numbers_and_gradients_are_the_same():
     )
     assert done.returncode == 0, done.stderr
     assert "interpreted alike" in done.stdout
+
+
+def test_a_thread_whose_current_device_is_another_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_current(torch.device("cuda:0"))
+    check_current(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"lies on cuda:1, .* is cuda:0: call torch.cuda.set_device\(1\)"):
+        check_current(torch.device("cuda:1"))
