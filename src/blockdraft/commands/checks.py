@@ -4,6 +4,7 @@ Each message says which flag, file or row, what was expected, what was found, an
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ from blockdraft.models.compiled import How
 from blockdraft.models.drafter import DrafterShape, TargetFacts, derive_shape
 from blockdraft.models.formats import CONFIG, read_json, read_shape
 from blockdraft.models.outline import Outline, outline
-from blockdraft.models.target import load_tokenizer, mask_token_id
+from blockdraft.models.target import choose_dtype, load_tokenizer, mask_token_id
 from blockdraft.runtime.devices import check_devices, check_replicas
 from blockdraft.runtime.memory_fit import refuse_what_cannot_fit
 from blockdraft.runtime.memory_plan import Sizes
@@ -67,6 +68,18 @@ class Checked(NamedTuple):
         bucket = budget_bucket(data.row_length, data.target_tokens)
         fills, budget = self.loader.counts.fills, self.loader.row_budget
         return Sizes(self.outline, self.shape, self.head_rows, bucket, fills, how, budget)
+
+
+def resolve_dtypes(config: RunConfig) -> RunConfig:
+    """The config with every `auto` data type replaced by the one the devices are good at."""
+    float8 = config.target.dtype == "float8"
+    target = config.target.dtype if float8 else choose_dtype(config.target.dtype, config.runtime.targets[0])
+    drafter = choose_dtype(config.drafter.dtype, config.runtime.drafters[0])
+    return replace(
+        config,
+        target=replace(config.target, dtype=target),
+        drafter=replace(config.drafter, dtype=drafter),
+    )
 
 
 def check(config: RunConfig, *, node: int = 0, num_nodes: int = 1) -> Checked:

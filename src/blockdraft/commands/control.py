@@ -15,6 +15,7 @@ import torch
 
 from blockdraft.commands.boundary import Boundary, contents_at, evaluate
 from blockdraft.commands.build import Built, build
+from blockdraft.commands.checks import resolve_dtypes
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
@@ -24,7 +25,6 @@ from blockdraft.commands.stops import StopRequested, Stops
 from blockdraft.commands.tracking import MetricsFile, Tracker, open_trackers
 from blockdraft.config import RunConfig
 from blockdraft.data.position import position_at
-from blockdraft.models.target import choose_dtype
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
 from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, join_world, this_node
 from blockdraft.runtime.memory_fit import compare, explain_shortage, is_shortage
@@ -387,18 +387,6 @@ class Control:
 
 def _say_nothing(_line: str) -> None:
     """On every node but the first."""
-
-
-def resolve_dtypes(config: RunConfig) -> RunConfig:
-    """The config with every `auto` data type replaced by the one the devices are good at."""
-    float8 = config.target.dtype == "float8"
-    target = config.target.dtype if float8 else choose_dtype(config.target.dtype, config.runtime.targets[0])
-    drafter = choose_dtype(config.drafter.dtype, config.runtime.drafters[0])
-    return dataclasses.replace(
-        config,
-        target=dataclasses.replace(config.target, dtype=target),
-        drafter=dataclasses.replace(config.drafter, dtype=drafter),
-    )
 
 
 def _nothing() -> None:

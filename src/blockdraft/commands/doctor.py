@@ -43,7 +43,7 @@ def run(config: RunConfig | None, options: Options) -> int:
 
 def run_findings(config: RunConfig) -> "Iterator[Finding]":
     """What a run of this config needs, one thing after the other; what depends on a failed one is skipped."""
-    from blockdraft.commands.control import resolve_dtypes
+    from blockdraft.commands.checks import resolve_dtypes
 
     has_failed = False
     for finding in _each_part(config):

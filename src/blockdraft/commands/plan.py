@@ -114,8 +114,7 @@ def find_basis(config: RunConfig | None, options: Options) -> Basis:
     import torch
 
     from blockdraft.commands.build import choose_how
-    from blockdraft.commands.checks import check_store, loader_config
-    from blockdraft.commands.control import resolve_dtypes
+    from blockdraft.commands.checks import check_store, loader_config, resolve_dtypes
     from blockdraft.data.loader import Loader
     from blockdraft.data.packing import budget_bucket
     from blockdraft.models.drafter import derive_shape

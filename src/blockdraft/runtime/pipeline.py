@@ -91,8 +91,7 @@ class Pipeline:
         )
         self.crew = Crew(self.channel)
         self.watchdog = Watchdog(self.channel, config.stall_seconds, WARM_UP_SECONDS)
-        self.reports = Inbox()
-        self._launches = Meeting(len(steps), self.channel.check)
+        self.reports, self._launches = Inbox(), Meeting(len(steps), self.channel.check)
         self._turns = Turns(len(targets) + len(steps), self.channel.check)
         self._go = threading.Event()
         self._stop_wanted, self._tokens = False, 0
