@@ -66,7 +66,8 @@ def _changes(config: RunConfig, sizes: Sizes, device: str) -> Iterator[tuple[str
     rows = max(1, data.num_rows // 2)
     yield f"--data.num-rows {rows}", _with(config, replace(data, num_rows=rows)), sizes
     half = data.row_length // 2
-    if half >= 2:
+    # No row is shorter than a block: config.py refuses it.
+    if half >= max(2, config.drafter.block_size):
         budget = max(half, data.target_tokens // 2)
         shorter = replace(data, row_length=half, num_anchors=fewer, target_tokens=budget)
         flags = f"--data.row-length {half} --data.num-anchors {fewer} --data.target-tokens {budget}"

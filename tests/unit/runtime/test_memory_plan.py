@@ -208,6 +208,14 @@ def test_what_cannot_fit_is_refused() -> None:
         say_plan(config(), LARGE, lambda _line: None, {"cuda:0": 20 * GIB, "host": 10**15})
 
 
+@pytest.mark.parametrize(("row_length", "is_halved"), [(16, False), (31, False), (32, True)])
+def test_what_helps_is_said_of_rows_as_short_as_a_block_too(row_length: int, is_halved: bool) -> None:
+    short = replace(config(), data=DataConfig(row_length=row_length, num_rows=4096, num_anchors=row_length))
+    with pytest.raises(ConfigError, match=r"memory of cuda:0: .* what helps: ") as refused:
+        say_plan(short, LARGE, lambda _line: None, {"cuda:0": 20 * GIB, "host": 10**15})
+    assert (f"--data.row-length {row_length // 2} " in str(refused.value)) is is_halved
+
+
 def test_a_cpu_and_the_host_share_one_memory() -> None:
     on_cpu = config(("cpu",), ("cpu",))
     plan = plan_memory(on_cpu, LARGE)
