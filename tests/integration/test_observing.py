@@ -24,7 +24,7 @@ def traced(files, tmp_path_factory) -> tuple[Path, list[str]]:
     """Two targets and two drafters, 16 steps, of which three are traced."""
     runtime = {"targets": ("cpu", "cpu"), "drafters": ("cpu", "cpu")}
     config = tiny_config(files, tmp_path_factory.mktemp("traced"), steps=16, optim={"accumulation": 4}, runtime=runtime)
-    ran = run_control(config, diagnostics=Diagnostics(trace_steps=3))
+    ran = run_control(config, diagnostics=Diagnostics(trace_steps=3, count_waits=3))
     return ran.run_dir, ran.lines
 
 
@@ -43,6 +43,11 @@ def lanes(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         if event["ph"] == "X":
             found[names[event["pid"], event["tid"]]].append(event)
     return found
+
+
+def test_waits_that_were_asked_for_without_a_gpu_are_said_not_to_be_counted(traced):
+    _, lines = traced
+    assert [line for line in lines if "waits for a GPU" in line] == ["waits for a GPU: not counted, no worker has one"]
 
 
 def test_a_trace_says_where_it_is_and_has_the_steps_asked_for(traced):

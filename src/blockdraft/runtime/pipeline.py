@@ -103,7 +103,7 @@ class Pipeline:
         devices = sorted({*devices, *(step.drafter.device for step in steps)}, key=str)
         self._is_on_gpu = any(device.type == "cuda" for device in devices)
         self.memory = MemoryWatch(devices)
-        self.waits = WaitCount(diagnostics.count_waits if self._is_on_gpu else 0)
+        self.waits = WaitCount(diagnostics.count_waits, is_on_gpu=self._is_on_gpu)
         keep = TRACED if diagnostics.trace_steps else KEPT
         self.workers = self._make_workers(cpu_threads, keep)
         self.record = Record([worker.lane for worker in self.workers], keep)

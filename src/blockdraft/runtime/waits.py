@@ -44,16 +44,16 @@ class WaitCount:
     are counted are those in which the workers are, and not those that are reported.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        """0 counts nothing."""
-        self.num_steps = num_steps
+    def __init__(self, num_steps: int, *, is_on_gpu: bool = True) -> None:
+        """0 counts nothing; where no worker has a GPU there is nothing to count, which is said."""
+        self.num_steps, self._is_on_gpu = num_steps, is_on_gpu
         self.found: Waits | None = None
         self._first = -1
         self._profiler: Any = None
 
     def step(self, number: int, workers: list[Worker]) -> None:
         """A step was reported; `number` counts from the run's own first one."""
-        if not self.num_steps or self.found is not None:
+        if not self.num_steps or not self._is_on_gpu or self.found is not None:
             return
         if self._profiler is None:
             if number >= FIRST_STEP:
@@ -64,12 +64,16 @@ class WaitCount:
             self._finish(workers)
 
     def end(self, workers: list[Worker]) -> None:
-        """The run is over; a profiler that still runs is stopped, and what it saw counts."""
-        if self._profiler is not None and self.found is None:
+        """The run is over; a profiler that still runs is stopped, and what it saw counts, if it saw a step."""
+        if self._profiler is None or self.found is not None:
+            return
+        if min(_steps(workers)) > self._first:
             self._finish(workers)
+        else:
+            self.stop()
 
     def stop(self) -> None:
-        """The run has failed: a profiler must not outlive it."""
+        """A profiler must not outlive a run, also one that has failed."""
         if self._profiler is not None and self.found is None:
             self._profiler.stop()
             self._profiler = None
@@ -93,11 +97,14 @@ class WaitCount:
         """A line for the log."""
         if not self.num_steps:
             return []
-        return (
-            [f"waits for a GPU: not counted, fewer than {FIRST_STEP + self.num_steps} steps"]
-            if (self.found is None)
-            else [str(self.found)]
-        )
+        if self.found is not None:
+            return [str(self.found)]
+        why = f"fewer than {FIRST_STEP + self.num_steps} steps"
+        if not self._is_on_gpu:
+            why = "no worker has one"
+        elif self._first >= 0 and self._profiler is None:
+            why = "the run was over before the profiler had seen a step; give it more steps"
+        return [f"waits for a GPU: not counted, {why}"]
 
 
 def _steps(workers: list[Worker]) -> list[int]:

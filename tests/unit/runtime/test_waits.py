@@ -115,6 +115,30 @@ def test_nothing_is_profiled_unless_asked(monkeypatch):
     assert count.describe() == []
 
 
+def test_a_run_without_a_gpu_says_that_nothing_was_counted(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", None)
+    worker, count = Worker("drafter 0", torch.device("cpu"), lambda _worker: None), WaitCount(5, is_on_gpu=False)
+    for worker.step in range(50):
+        count.step(worker.step + 1, [worker])
+    count.end([worker])
+    assert count.describe() == ["waits for a GPU: not counted, no worker has one"]
+
+
+def test_a_profiler_that_saw_no_step_has_not_seen_a_run_without_waits(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
+    early, late, count = gpu_worker("target 0"), gpu_worker("drafter 0"), WaitCount(5)
+    # All that control hears of it, it hears when the workers are at the run's end.
+    early.step, late.step = 300, 299
+    for number in range(300):
+        count.step(number, [early, late])
+    count.end([early, late])
+    assert count.found is None
+    (line,) = count.describe()
+    assert (
+        line == "waits for a GPU: not counted, the run was over before the profiler had seen a step; give it more steps"
+    )
+
+
 @pytest.mark.parametrize("how", ["end", "stop"])
 def test_a_profiler_does_not_outlive_a_run_that_is_shorter(monkeypatch, how):
     made: list[StubProfiler] = []
