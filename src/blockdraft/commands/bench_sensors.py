@@ -64,14 +64,17 @@ def sustain(device: torch.device, function: Callable[[], Any], seconds: float) -
         command = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "50", "-i", _number(device)]
         reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     times: list[float] = []
-    started = time.monotonic()
-    while time.monotonic() - started < seconds or not times:
-        # A few at once, so that the device never waits for the host.
-        times += time_once(device, [function] * 8)
     text = ""
-    if reader is not None:
-        reader.terminate()
-        text, _ = reader.communicate()
+    try:
+        started = time.monotonic()
+        while time.monotonic() - started < seconds or not times:
+            # A few at once, so that the device never waits for the host.
+            times += time_once(device, [function] * 8)
+    finally:
+        if reader is not None:
+            # Left alone it would read for ever.
+            reader.terminate()
+            text, _ = reader.communicate()
     return Sustained(statistics.median(times[len(times) // 2 :]), parse_readings(text))
 
 
