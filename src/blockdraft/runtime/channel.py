@@ -8,9 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from blockdraft.data.loader import Fill
+
+QUEUE_LIMIT: Final = 8
+"""Fills that wait for a target."""
 
 
 class Stopped(Exception):
@@ -42,7 +45,7 @@ class Channel:
         num_drafters: int,
         depth: int,
         pairs: bool,
-        queue_limit: int = 8,
+        queue_limit: int = QUEUE_LIMIT,
         first_drafter: int = 0,
         all_drafters: int | None = None,
     ) -> None:

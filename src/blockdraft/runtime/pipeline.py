@@ -188,7 +188,8 @@ class Pipeline:
 
     def _load(self, worker: Worker) -> None:
         if self._is_on_gpu:
-            take_page_locked(self.loader.config, len(self.steps))
+            loader = self.loader
+            take_page_locked(loader.config, len(self.steps), loader.row_budget, self.config.channel_depth)
         self._begin(worker)
 
         def fills() -> Iterator[Fill]:

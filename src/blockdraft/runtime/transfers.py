@@ -8,30 +8,43 @@ from typing import Final
 import torch
 
 from blockdraft.data.loader import Fill, LoaderConfig, MicroBatch, TargetBatch
+from blockdraft.runtime.channel import QUEUE_LIMIT
 from blockdraft.training.step import Blocks
 
 SMALLEST_BYTES: Final = 512
 BLOCKS: Final = 64
-"""Page-locked blocks of each size and drafter; a few slots' contents and reports are under way at a time."""
+"""Page-locked blocks of each size and drafter for what is small or short-lived: target batches, reports, addresses."""
+ON_THE_WAY: Final = 2
+"""Fills of a drafter that are neither queued nor in a slot: one is being queued, of one copies are under way."""
 
 
-def page_locked_sizes(config: LoaderConfig) -> list[int]:
-    """Powers of two, as torch hands page-locked memory out, up to the largest tensor of a slot's contents."""
-    rows, drafted = config.num_rows * config.row_length, config.num_anchors * (config.block_size - 1)
-    largest = 8 * max(rows, config.num_rows * drafted, 2 * config.target_tokens)
+def page_locked_blocks(config: LoaderConfig, row_budget: int | None, depth: int) -> dict[int, int]:
+    """How many blocks of which size a drafter's part of the steady state needs.
+
+    Sizes are powers of two, as torch hands page-locked memory out, up to the largest tensor of a slot's contents.
+    `depth`: slots of a drafter. Every fill under way has the tensors of all its passes.
+    """
+    rows, anchors = config.num_rows * config.row_length, config.num_rows * config.num_anchors
+    drafted = anchors * (config.block_size - 1)
+    tensors = [8 * rows] * 3 + [8 * anchors, 8 * drafted, drafted, 4 * drafted, 8 * (row_budget or 0)]
     sizes = [SMALLEST_BYTES]
-    while sizes[-1] < largest:
+    while sizes[-1] < max(*tensors, 16 * config.target_tokens):
         sizes.append(2 * sizes[-1])
-    return sizes
+    found = dict.fromkeys(sizes, BLOCKS)
+    for tensor in tensors:
+        size = next(size for size in sizes if size >= tensor)
+        found[size] += (QUEUE_LIMIT + depth + ON_THE_WAY) * config.reuse
+    return found
 
 
-def take_page_locked(config: LoaderConfig, num_drafters: int) -> None:
+def take_page_locked(config: LoaderConfig, num_drafters: int, row_budget: int | None, depth: int) -> None:
     """Has torch take all the page-locked memory that a steady state needs, and keep it.
 
     Taking more waits until every GPU of the process is idle, so it must not happen while one waits for another in a
     collective.
     """
-    sizes = [size for size in page_locked_sizes(config) for _ in range(BLOCKS * num_drafters)]
+    found = page_locked_blocks(config, row_budget, depth)
+    sizes = [size for size, number in found.items() for _ in range(number * num_drafters)]
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
     del blocks
 

@@ -7,11 +7,9 @@ from collections import deque
 import pytest
 import torch
 
-from blockdraft.data.loader import LoaderConfig
 from blockdraft.runtime.channel import Stopped
 from blockdraft.runtime.distributed import GradientSum
 from blockdraft.runtime.meeting import Meeting
-from blockdraft.runtime.transfers import page_locked_sizes
 
 
 def nothing():
@@ -106,15 +104,3 @@ def test_on_gpus_no_drafter_launches_a_sum_before_the_others_come_to_it(meets):
     # Without the meeting the early one launches, and goes on, while the late one may be held up by it.
     assert (log.index("early launches") > log.index("late comes")) == meets
     assert (log.index("early goes on") > log.index("late has launched")) == meets
-
-
-def test_page_locked_memory_is_taken_in_every_size_that_a_slot_needs():
-    config = LoaderConfig(
-        row_length=4096, num_rows=1, num_anchors=512, sort_window=8, target_tokens=8192, block_size=16,
-        weight_L=(1.0,) * 16, after_gap=False, seed=0, num_drafters=1, accumulation=1, reuse=1,
-    )  # fmt: skip
-    sizes = page_locked_sizes(config)
-    assert sizes[0] == 512
-    assert sizes == [512 * 2**i for i in range(len(sizes))]
-    # Labels are 512 x 15 numbers of 8 bytes, a target batch twice its budget at most.
-    assert sizes[-1] == 131072
