@@ -248,6 +248,14 @@ class Loader:
         fills = min(fills, max(MOST_PLANNED, self.counts.fills))
         return shapes_of(plan for _, plan in itertools.islice(self._plans(), fills))
 
+    def num_contents(self, first_step: int, total_steps: int) -> int:
+        """Different contents of this node's fills in these steps, at most, where features are kept."""
+        config = self.config
+        here = config.num_drafters if config.drafters_here is None else config.drafters_here
+        # A fill at either end may serve steps outside of these.
+        fills = ((total_steps - first_step) * config.per_drafter // config.reuse + 2) * here
+        return min(fills, self.counts.fills)
+
     @property
     def num_slots(self) -> int:
         """Drafted slots of a micro-batch."""

@@ -190,6 +190,10 @@ class Pipeline:
         if self._is_on_gpu:
             loader = self.loader
             take_page_locked(loader.config, len(self.steps), loader.row_budget, self.config.channel_depth)
+            if self.kept is not None and len(self.steps) > 1:
+                # Two workers may compute the same.
+                most = loader.num_contents(self.first_step, self.total_steps) + len(self.targets)
+                self.kept.take(most, self.slots[0][0].buffer)
         self._begin(worker)
 
         def fills() -> Iterator[Fill]:

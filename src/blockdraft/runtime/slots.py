@@ -60,6 +60,15 @@ class KeptFeatures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[int, Tensor] = {}
+        self._room: list[Tensor] = []
+
+    def take(self, number: int, like: Tensor) -> None:
+        """Takes page-locked memory for so many slots.
+
+        To take it later waits until every GPU of the process is idle, which must not happen while one waits for another
+        in a collective.
+        """
+        self._room = [torch.empty(like.shape, dtype=like.dtype, pin_memory=True) for _ in range(number)]
 
     def find(self, content: int) -> Tensor | None:
         """The features [R * T + 1, C * D] of this content, if some worker has computed them."""
@@ -68,10 +77,17 @@ class KeptFeatures:
 
     def keep(self, content: int, buffer: Tensor) -> None:
         """Copies a slot's features to the host. Waits for them: this happens once per content."""
-        copied = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.device.type == "cuda")
+        with self._lock:
+            copied = self._room.pop() if self._room else None
+        if copied is None:
+            copied = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.device.type == "cuda")
         copied.copy_(buffer)
         with self._lock:
-            self._kept[content] = copied
+            if content in self._kept:
+                # Another worker has computed it meanwhile.
+                self._room.append(copied)
+            else:
+                self._kept[content] = copied
 
 
 class Filler:

@@ -247,6 +247,19 @@ def test_kept_contents_come_back_in_every_epoch_in_another_order():
         assert not torch.equal(fill.passes[0].anchor_RA, first.passes[0].anchor_RA)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"reuse": 3, "accumulation": 2}, {"num_drafters": 4, "accumulation": 8, "drafters_here": 2, "reuse": 2}],
+)
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (3, 7), (1, 90)])
+def test_no_more_contents_are_met_than_is_said(changes, first, last):
+    loader = Loader(store_of(LENGTHS), config(keep_features=True, **changes))  # type: ignore[arg-type]
+    most = loader.num_contents(first, last)
+    met = {fill.content for fill in loader.fills(first, last)}
+    assert len(met) <= most <= loader.counts.fills
+    assert last < 90 or most == loader.counts.fills == len(met)
+
+
 def test_epochs_differ_without_kept_contents():
     loader = Loader(store_of(LENGTHS), config())  # type: ignore[arg-type]
     count = loader.counts.fills

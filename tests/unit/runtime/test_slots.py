@@ -1,12 +1,15 @@
 """R rows, T tokens of a row, D width, C captured layers."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from blockdraft.data.loader import Fill, Loader, TargetBatch
+from blockdraft.runtime import pipeline, slots
+from blockdraft.runtime.channel import Stopped
 from blockdraft.runtime.slots import Filler, KeptFeatures, Slot
 from integration.tiny import tiny_target
 from unit.data.test_loader import LENGTHS, config, store_of
@@ -110,6 +113,41 @@ def test_kept_features_may_be_asked_for_from_many_threads():
         thread.join(20)
     assert missing == []
     assert kept.find(50) is None
+
+
+def test_room_for_kept_features_is_taken_once_and_lasts(monkeypatch):
+    kept, asked, like = KeptFeatures(), [], torch.zeros(2, 2)
+
+    def empty(shape, *, dtype, pin_memory):
+        asked.append(pin_memory)
+        return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(slots.torch, "empty", empty)
+    kept.take(4, like)
+    for content in (0, 1, 1, 2, 0, 3):
+        kept.keep(content, like + content)
+    assert asked == [True] * 4
+    found = [kept.find(content) for content in range(4)]
+    assert [float(one.mean()) for one in found if one is not None] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_several_drafters_have_it_before_anybody_begins(monkeypatch):
+    order: list[object] = []
+    monkeypatch.setattr(pipeline, "take_page_locked", lambda *_sizes: None)
+    run = pipeline.Pipeline.__new__(pipeline.Pipeline)
+    run.loader = SimpleNamespace(config=None, row_budget=None, num_contents=lambda first, last: last - first)
+    run.config, run._is_on_gpu, run.first_step, run.total_steps = SimpleNamespace(channel_depth=2), True, 5, 9
+    run.steps, run.targets, run.slots = [None] * 2, [None] * 3, [[slot_for()]]
+    run.kept = SimpleNamespace(take=lambda number, like: order.append((number, like.shape)))
+
+    def begin(_worker):
+        order.append("begins")
+        raise Stopped
+
+    run._begin = begin
+    with pytest.raises(Stopped):
+        run._load(None)
+    assert order == [(4 + 3, (65, 6)), "begins"]
 
 
 @pytest.mark.parametrize("is_poisoned", [True, False])
