@@ -1,12 +1,13 @@
 """Two GPUs with random weights: gradient sums, the pipeline on both, two target replicas, a divided target.
 
 usage: python benchmarks/device_pair.py [--shapes qwen3-8b|qwen3.6-27b|hybrid|tiny] [--steps 300] [--seconds 240]
-           [--parts losses,sums,pool,targets,split] [--float8] [--several layer] [--single layer]
+           [--parts losses,sums,pool,targets,split] [--float8] [--several layer] [--single layer] [--sums nccl peer]
 
 `--devices cpu cpu` rehearses every part on CPUs. A part that fails is said, and the next one runs.
 
 losses   two pairs that share a GPU each against one drafter with twice the micro-batches
-sums     time of a step without sums, with sums beside its backward, with sums after it; the sums alone
+sums     time of a step without sums, with sums beside its backward, with sums after it; the sums alone. `--sums`: by
+         NCCL, by copies between the GPUs, or first the one and then the other
 whole    the same with the drafter compiled as `pool` has it
 steps    time of a step of one drafter, compiled both ways
 pool     target on the first GPU, drafter on the second; each side alone in the same process
@@ -21,11 +22,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from device_run import alone, say, synchronize, tell, train
 from device_shapes import TARGETS, make_loader, make_step, make_target
-from device_sums import Replica, Stopwatch, measure_sums
+from device_sums import Replica, Stopwatch, Sums, measure_sums
 from transformers import AutoModelForCausalLM
 
 from blockdraft.data.loader import Fill, Loader
@@ -46,6 +48,7 @@ class Bench:
         self.shapes, self.steps, self.documents = args.shapes, args.steps, args.documents
         self.float8: bool = args.float8
         self.ctas: list[str] = args.ctas
+        self.sums: list[Literal["nccl", "peer"]] = args.sums
         self.devices = [torch.device(name) for name in args.devices]
         self.is_gpu = self.devices[0].type == "cuda"
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
@@ -111,12 +114,12 @@ def clear() -> None:
 
 
 def part_sums(bench: Bench) -> None:
-    bounded = [(1, int(ctas)) for ctas in bench.ctas]
-    time_sums(bench, bench.several, ((1, None), (2, None), *bounded))
+    bounded = [(1, Sums("nccl", int(ctas))) for ctas in bench.ctas if "nccl" in bench.sums]
+    time_sums(bench, bench.several, [*((number, Sums(by)) for number in (1, 2) for by in bench.sums), *bounded])
 
 
 def part_whole(bench: Bench) -> None:
-    time_sums(bench, bench.single, ((1, None),))
+    time_sums(bench, bench.single, [(1, Sums(by)) for by in bench.sums])
 
 
 def part_steps(bench: Bench) -> None:
@@ -130,13 +133,13 @@ def part_steps(bench: Bench) -> None:
         say(f"one drafter run by {how}: {' '.join(f'{ms:.2f}' for ms in found)} ms a step, update included")
 
 
-def time_sums(bench: Bench, how: How, variants: tuple[tuple[int, int | None], ...]) -> None:
+def time_sums(bench: Bench, how: How, variants: list[tuple[int, Sums]]) -> None:
     steps = [bench.step(index, how) for index in range(2)]
     width = bench.target(0).hidden_size * len(bench.target(0).layer_ids)
-    for micro_batches, ctas in variants:
+    for micro_batches, sums in variants:
         bench.let_compile()
-        for line in measure_sums(steps, bench.fills(2), width, micro_batches, ctas):
-            say(f"by {how}, {micro_batches} micro-batches a replica, NCCL's CTAs {ctas or 'its own choice'}: {line}")
+        for line in measure_sums(steps, bench.fills(2), width, micro_batches, sums):
+            say(f"by {how}, {micro_batches} micro-batches a replica, {sums}: {line}")
 
 
 def part_losses(bench: Bench) -> None:
@@ -296,6 +299,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--ctas", nargs="*", default=["16", "8", "4"], help="bounds on what NCCL takes, for `sums`")
+    parser.add_argument("--sums", nargs="+", choices=["nccl", "peer"], default=["nccl"], help="by what, for `sums`")
     parser.add_argument("--float8", action="store_true", help="targets with products in float8")
     parser.add_argument("--several", default="kernels", help="how drafters run whose gradients are summed")
     parser.add_argument("--single", default="kernels", help="how the one of `pool` is")

@@ -1,20 +1,37 @@
-"""What gradient sums cost a step: two drafters in two threads, their features at hand, no target."""
+"""What gradient sums cost a step: two drafters in two threads, their features at hand, no target.
+
+Sums by a process group (NCCL; on CPUs gloo), or by copies between the drafters' devices (runtime/peer_sums.py).
+"""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
 
 import torch
 
 from blockdraft.data.loader import Fill
 from blockdraft.runtime.distributed import GradientSum, join_world
 from blockdraft.runtime.meeting import Meeting
+from blockdraft.runtime.peer_sums import PeerGroup, PeerSum, largest_bucket
 from blockdraft.runtime.transfers import to_device
+from blockdraft.training.buckets import SumGradients
 from blockdraft.training.step import DrafterStep
 
 WARM, TIMED = 2, 6
 WAYS = ("without", "beside", "after", "alone")
+
+
+class Sums(NamedTuple):
+    """What carries the sums."""
+
+    by: Literal["nccl", "peer"] = "nccl"
+    most_ctas: int | None = None
+    """Multiprocessors that NCCL may take; None leaves it to NCCL."""
+
+    def __str__(self) -> str:
+        return "copies" if self.by == "peer" else f"NCCL's CTAs {self.most_ctas or 'its own choice'}"
 
 
 class Stopwatch:
@@ -53,7 +70,7 @@ class Replica:
         self.features_RTC = torch.randn(shape, generator=generator, device=self.device).to(step.drafter.dtype)
         self.blocks = to_device(one, self.device)
         self.denominator = one.denominator
-        self.total: GradientSum | None = None
+        self.total: SumGradients | None = None
         self.announce = step.buckets.announce
         self.waits: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []
         self.waited_ms = 0.0
@@ -103,10 +120,19 @@ class Replica:
     def like_gradients(self) -> list[list[torch.Tensor]]:
         """Zeros of the types and sizes that are summed."""
         weights = self.step.optimizer.weights
-        dtype = self.step.drafter.dtype if self.micro_batches == 1 else torch.float32
         return [
-            [torch.zeros_like(weights[name], dtype=dtype) for name in bucket] for bucket in self.step.buckets.layout
+            [torch.zeros_like(weights[name], dtype=self.summed_dtype) for name in bucket]
+            for bucket in self.step.buckets.layout
         ]
+
+    @property
+    def summed_dtype(self) -> torch.dtype:
+        """The type of the gradients that are summed."""
+        return self.step.drafter.dtype if self.micro_batches == 1 else torch.float32
+
+    def largest_bucket(self) -> int:
+        """Its bytes."""
+        return largest_bucket(self.step.buckets.layout, self.step.optimizer.weights, self.summed_dtype.itemsize)
 
 
 def _say_nothing(_name: str) -> None:
@@ -116,11 +142,15 @@ def _say_nothing(_name: str) -> None:
 class Contest:
     """All replicas run each way in turn, at the same time; of every way the slower replica counts."""
 
-    def __init__(self, replicas: list[Replica], rounds: int, most_ctas: int | None) -> None:
-        self.replicas, self.rounds, self.most_ctas = replicas, rounds, most_ctas
+    def __init__(self, replicas: list[Replica], rounds: int, sums: Sums) -> None:
+        self.replicas, self.rounds, self.sums = replicas, rounds, sums
         self.store = join_world().store
         self.together = threading.Barrier(len(replicas))
         self.launches = Meeting(len(replicas), self._check)
+        self.peers: PeerGroup | None = None
+        if sums.by == "peer":
+            largest = max(replica.largest_bucket() for replica in replicas)
+            self.peers = PeerGroup([replica.device for replica in replicas], largest, self._check)
         self.compiling = threading.Lock()
         self.found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         self.errors: list[BaseException] = []
@@ -156,9 +186,7 @@ class Contest:
             replica.run("without")
             replica.run("without")
         self.together.wait(200)
-        replica.total = GradientSum(
-            self.store, rank, len(self.replicas), replica.device, 60.0, most_ctas=self.most_ctas, launch=self.launches
-        )
+        replica.total = self._end_of(rank, replica.device)
         replica.step.join(replica.total)
         zeros = replica.like_gradients()
         for number in range(self.rounds):
@@ -166,6 +194,13 @@ class Contest:
                 self._time(replica, rank, way, number, zeros)
         replica.total.drop()
         replica.step.sum_gradients = None
+
+    def _end_of(self, rank: int, device: torch.device) -> SumGradients:
+        if self.peers is not None:
+            return PeerSum(self.peers, rank)
+        return GradientSum(
+            self.store, rank, len(self.replicas), device, 60.0, most_ctas=self.sums.most_ctas, launch=self.launches
+        )
 
     def _time(self, replica: Replica, rank: int, way: str, number: int, bucket_LN: list[list[torch.Tensor]]) -> None:
         def call() -> None:
@@ -185,11 +220,11 @@ class Contest:
 
 
 def measure_sums(
-    steps: list[DrafterStep], fills: list[Fill], width: int, micro_batches: int, most_ctas: int | None = None
+    steps: list[DrafterStep], fills: list[Fill], width: int, micro_batches: int, sums: Sums
 ) -> Iterator[str]:
     """Lines with milliseconds of a step, each way."""
     replicas = [Replica(step, fill, width, micro_batches) for step, fill in zip(steps, fills, strict=True)]
-    contest = Contest(replicas, 2 if most_ctas is None else 1, most_ctas)
+    contest = Contest(replicas, 2 if sums.most_ctas is None else 1, sums)
     best = contest.run()
     yield ", ".join(f"{way} {ms:.2f} ms" for way, ms in best.items())
     for way, found in contest.found.items():
