@@ -1,7 +1,9 @@
 """Runs whose drafters divide the optimizer's state: bit for bit those of drafters that each have all of it."""
 
 import dataclasses
+import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file
 
 from blockdraft.config import ConfigError
 from blockdraft.runtime.distributed import GradientSum
-from blockdraft.runtime.saver import Snapshot
+from blockdraft.runtime.saver import Saver, Snapshot
 from blockdraft.training import buckets
 from blockdraft.training.checkpoint import OPTIMIZER, list_checkpoints
 from blockdraft.training.shards import ROUNDS
@@ -85,6 +87,26 @@ def test_a_run_goes_on_with_other_drafters(files, tmp_path, before, after):
     resumed = run_control(config, resume=checkpoint)
     assert_close_run(resumed.run_dir, whole)
     assert same.keys() == final_tensors(resumed.run_dir).keys()
+
+
+def test_every_drafter_meets_the_others_and_waits_for_a_copy_of_its_share(files, tmp_path, monkeypatch):
+    # Both matter on GPUs only, where nothing else shows who forgot.
+    start, launches, updates = GradientSum.start, set(), Counter()
+
+    def noted(self, bucket) -> None:
+        launches.add((self.rank, id(self._launch), self._launch._number))
+        start(self, bucket)
+
+    def update(_self, _device) -> None:
+        updates[threading.current_thread().name] += 1
+
+    monkeypatch.setattr(GradientSum, "start", noted)
+    monkeypatch.setattr(Saver, "before_update", update)
+    run_control(of_drafters(files, tmp_path, 3, 3, shard=True, steps=4))
+    assert updates == {f"drafter {rank}": 4 for rank in range(3)}
+    assert {rank for rank, _, _ in launches} == {0, 1, 2}
+    assert len({meeting for _, meeting, _ in launches}) == 1
+    assert {number for _, _, number in launches} == {3}
 
 
 def test_one_drafter_has_nobody_to_divide_with(files, tmp_path):

@@ -82,18 +82,26 @@ class StubGroup:
         self.log.append(f"{self.name} has launched")
         return threading.Event()
 
+    def _start_coalescing(self):
+        pass
 
+    def _end_coalescing(self):
+        return self.allreduce_coalesced([], None)
+
+
+@pytest.mark.parametrize("what", ["start", "hand_out"])
 @pytest.mark.parametrize("meets", [True, False])
-def test_on_gpus_no_drafter_launches_a_sum_before_the_others_come_to_it(meets):
+def test_on_gpus_no_drafter_launches_anything_before_the_others_come_to_it(meets, what):
     log, meeting = [], Meeting(2, nothing)
 
     def work(name, before, seconds):
         total = GradientSum.__new__(GradientSum)
         total.device, total._launch, total._running = torch.device("cuda"), meeting if meets else None, deque()
-        total.group, total._options = StubGroup(log, name, seconds), None
+        total.group = total.near = StubGroup(log, name, seconds)
+        total._options = None
         time.sleep(before)
         log.append(f"{name} comes")
-        total.start([])
+        total.start([]) if what == "start" else total.hand_out([])
         log.append(f"{name} goes on")
 
     threads = [threading.Thread(target=work, args=args) for args in (("early", 0.0, 0.0), ("late", 0.2, 0.2))]
