@@ -22,6 +22,7 @@ from blockdraft.decoding.speculative import generate as decode
 from blockdraft.models.drafter import Drafter
 from blockdraft.models.formats import load_export
 from blockdraft.models.target import DTYPES, Target, choose_dtype, load_tokenizer
+from blockdraft.runtime.devices import find_device
 from blockdraft.training import checkpoint
 
 DtypeName = Literal["auto", "bfloat16", "float32"]
@@ -43,9 +44,13 @@ class Reply(NamedTuple):
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device of that name; auto is the first GPU, or the CPU where there is none."""
+    """The device of that name; auto is the first GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: no name of a device, or one that is not there.
+    """
     if name != "auto":
-        return torch.device(name)
+        return find_device(name, "device")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -55,7 +60,7 @@ def load_drafter(path: str | Path, *, device: str = "auto", dtype: DtypeName | N
     `dtype` None keeps that of the export; a checkpoint's master weights are float32.
 
     Raises:
-        ConfigError: there is none of these at `path`, or it is damaged.
+        ConfigError: there is none of these at `path`, or it is damaged; the device is not there.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -79,7 +84,7 @@ def load_target(
     """A target with its tokenizer; with `drafter`, the layers that the drafter reads are captured.
 
     Raises:
-        ConfigError: the path holds no causal language model, or no tokenizer.
+        ConfigError: the path holds no causal language model, or no tokenizer; the device is not there.
     """
     target = Target.load(
         TargetConfig(path=path, dtype=dtype, trust_remote_code=trust_remote_code),

@@ -15,7 +15,7 @@ from blockdraft.data.store import ManifestInfo, write_store
 from blockdraft.data.template import template_hash, tokenizer_hash
 from blockdraft.decoding import speculative
 from blockdraft.models.formats import load_export, save_export
-from blockdraft.models.target import Target
+from blockdraft.models.target import Target, choose_dtype
 from integration.tiny import tiny_drafter
 from tiny_chat import CHATML, chat, tiny_tokenizer
 
@@ -176,6 +176,27 @@ def test_generate_streams_the_targets_own_answer(files, capsys):
 def test_generate_refuses_both_thinking_modes(capsys):
     assert cli.main(["generate", "d", "Say ab.", "--target", "t", "--thinking", "--no-thinking"]) == cli.EXIT_ERROR
     assert "expected at most one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpu0", "cuda:99"])
+def test_a_device_that_is_not_there_is_an_error(files, capsys, name):
+    export, target = str(files / "export"), str(files / "target")
+    prompts = str(files / "prompts.jsonl")
+    for verb in (
+        ["generate", export, "Say ab.", "--target", target],
+        ["evaluate", export, "--target", target, "--prompts", prompts],
+        ["regenerate", prompts, "--target", target, "--output", str(files / "answers.jsonl")],
+    ):
+        assert cli.main([*verb, "--device", name]) == cli.EXIT_ERROR
+        assert (
+            f"device: {'expected cpu or cuda:N' if name == 'gpu0' else 'cuda:99 is not here'}"
+            in capsys.readouterr().err
+        )
+
+
+def test_a_data_type_that_was_chosen_is_told(files):
+    chosen = evaluated(files, "--dtype", "auto")["settings"]
+    assert chosen["dtype"] == choose_dtype("auto", "cpu")
 
 
 def test_export_writes_what_it_read(files, tmp_path, capsys):

@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_divided_or_refused_with_what_helps(target: str, ca
     rates = ("--target.path", target, "--target-tok-s", "25000", "--drafter-tok-s", "25000")
     code, text = plan(capsys, *rates, "--gpus", "1", "--gpu-gib", "30")
     assert code == 1
-    assert "no split of 1 GPUs fits" in text
+    assert "no split of 1 GPU fits" in text
     code, text = plan(capsys, *rates, "--gpu-gib", "25", "--drafter.num-layers", "2")
     assert code == 0
     assert "on each of" not in text
@@ -79,6 +79,11 @@ def test_a_divided_state_needs_two_drafters_of_a_node_and_less_memory_of_each(ta
     rows = {int(line.split()[0]): line for line in text.splitlines() if line.split()[0].isdigit()}
     assert "too few" in rows[1] and "too few" not in rows[2]
     assert not any("and 1 drafter," in line for line in rows.values())
+    code, text = plan(capsys, *rates, "--optim.shard", "--gpus", "1")
+    assert code == 1
+    assert "no split of 1 GPU fits" in text and "optim.shard divides the state over two drafters of a node" in text
+    code, text = plan(capsys, *rates, "--gpus", "1", "--gpu-gib", "13")
+    assert code == 1 and "optim.shard divides" not in text
 
 
 def test_fewer_nodes_that_do_as_well_are_said(target: str, capsys) -> None:

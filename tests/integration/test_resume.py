@@ -107,6 +107,13 @@ def test_the_saved_config_does_not_ask_to_be_resumed_again(files, tmp_path):
     assert read_config(tmp_path / "config.json") == dataclasses.replace(config, steps=4)
 
 
+def test_a_run_that_has_no_checkpoint_yet_begins_and_says_so(files, tmp_path, capsys):
+    config = tiny_config(files, tmp_path, steps=2)
+    for expected in (1, 0):
+        assert train.run(config, train.Options(resume="auto")) == 0
+        assert capsys.readouterr().out.count("holds no checkpoint, the run begins") == expected
+
+
 def test_a_torn_save_is_ignored(files, tmp_path):
     config = tiny_config(files, tmp_path / "whole")
     whole = run_control(config).run_dir

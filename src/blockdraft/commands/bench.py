@@ -64,12 +64,14 @@ class Bench:
     def __init__(self, options: Options) -> None:
         import torch
 
+        from blockdraft.api import pick_device
         from blockdraft.commands.bench_timing import matrix_rate
         from blockdraft.models.target import DTYPES, choose_dtype
 
         self.options, self.numbers = options, dict[str, Any]()
-        name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(name)
+        self.device = pick_device(options.device)
+        if self.device.type == "cpu" and options.attention == "flex" and options.what != "target":
+            raise ConfigError("--attention flex has no backward on a CPU; use auto or sdpa")
         self.dtype = DTYPES[choose_dtype(options.dtype, self.device)]
         is_gpu = self.device.type == "cuda"
         if is_gpu and self.device.index is not None:
@@ -142,7 +144,7 @@ def _check(options: Options) -> None:
     for name in ("num_layers", "row_length", "num_anchors", "chunk_rows", "steps"):
         if vars(options)[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, found {vars(options)[name]}")
-    if options.num_anchors >= options.row_length:
+    if options.what != "target" and options.num_anchors >= options.row_length:
         raise ConfigError(
             f"--num-anchors: expected fewer than the row's {options.row_length} tokens, found {options.num_anchors}"
         )

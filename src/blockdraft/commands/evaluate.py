@@ -172,6 +172,7 @@ def settings(
         **values,
         "prompts": list(options.prompts),
         "thinking": options.wants_thinking,
+        "dtype": str(drafter.dtype).removeprefix("torch."),
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "cpu_threads": torch.get_num_threads(),

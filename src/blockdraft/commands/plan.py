@@ -28,7 +28,7 @@ class Options:
     """Flags beside those of the recipe."""
 
     gpus: int = 8
-    """GPUs to plan for in detail; the table goes from 1 to 1,000."""
+    """GPUs to plan for in detail; the table has numbers from 1 to 1000."""
     gpus_per_node: int = 8
     run: Path | None = None
     """Run directory whose measurements are used; without a recipe its config as well."""
@@ -93,9 +93,11 @@ def run(config: RunConfig | None, options: Options) -> int:
     every = find_splits(stages, options.gpus, options, links, fit)
     found = best(every)
     if found is None:
-        _say(f"no split of {options.gpus} GPUs fits; see the lines above")
+        _say(f"no split of {_count(options.gpus)} fits; see the lines above")
+        if fit.fits and fit.least_drafters > 1:
+            _say("  optim.shard divides the state over two drafters of a node or more: name more GPUs, or leave it out")
         return 1
-    _say(f"{options.gpus} GPUs: {found.spell()}")
+    _say(f"{_count(options.gpus)}: {found.spell()}")
     _say(f"  {_spell_speed(found, basis)}; {found.limit} set the pace")
     _say(f"  {step_tokens(stages, found):,.0f} tokens a step; flags: {spell_flags(found)}")
     for line in _spell_fewer(every, found):
@@ -292,6 +294,10 @@ def table(stages: "Stages", options: Options, links: "Links", basis: Basis, fit:
             f"{gpus:>5}  {split.gpus:>5}  {split.tok_s:>12,.0f}  {split.tok_s / split.gpus:>8,.0f}  {hours:>9}  "
             f"{split.spell()}, {split.limit}"
         )
+
+
+def _count(gpus: int) -> str:
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}"
 
 
 def _say(line: str) -> None:

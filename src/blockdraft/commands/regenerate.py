@@ -301,10 +301,13 @@ def _where(options: Options) -> tuple[str, Literal["bfloat16", "float32"]]:
     import torch
 
     from blockdraft.models.target import choose_dtype
+    from blockdraft.runtime.devices import find_device
 
     device = options.device
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    for part in device.split("+"):
+        find_device(part, "--device")
     return device, choose_dtype(options.dtype, device)
 
 

@@ -22,7 +22,8 @@ class Options:
     """Flags beside those of the recipe."""
 
     resume: str = ""
-    """Go on from this checkpoint directory; auto: from the newest of the run directory."""
+    """Go on from this checkpoint directory; auto: from the newest of the run directory, which may
+    be none yet."""
     overwrite: bool = False
     """Start over in a run directory that holds a run; its metrics and checkpoints go once the new run is checked."""
     poison: bool = False
@@ -123,7 +124,10 @@ def _find_resume(resume: str, run_dir: Path) -> Path | None:
     from blockdraft.training.resuming import find_newest
 
     if resume == "auto":
-        return find_newest(run_dir / "checkpoints", _say, set_aside=this_node() == 0)
+        newest = find_newest(run_dir / "checkpoints", _say, set_aside=this_node() == 0)
+        if newest is None and this_node() == 0:
+            _say(f"--resume auto: {run_dir} holds no checkpoint, the run begins")
+        return newest
     directory = Path(resume) if resume else None
     # What is no checkpoint at all is refused with the rest of what may not be resumed.
     if directory is not None and (directory / "config.json").is_file():

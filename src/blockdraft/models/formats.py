@@ -230,7 +230,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ConfigError: no such file, or no JSON object in it.
     """
     if not file.is_file():
-        raise ConfigError(f"{file.parent}: expected an export with {CONFIG} and {WEIGHTS}, no {file.name}")
+        raise ConfigError(f"{file.parent}: expected an export with {CONFIG} and {WEIGHTS}, found no {file.name}")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -250,7 +250,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
     for name in names:
         if not (directory / name).is_file():
-            raise ConfigError(f"{directory}: expected an export with {CONFIG} and {WEIGHTS}, no {name}")
+            raise ConfigError(f"{directory}: expected an export with {CONFIG} and {WEIGHTS}, found no {name}")
     return {key: tensor for name in names for key, tensor in load_file(directory / name).items()}
 
 

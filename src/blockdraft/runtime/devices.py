@@ -35,16 +35,25 @@ def check_devices(names: tuple[str, ...], what: str) -> list[torch.device]:
     for name in names:
         if what != "targets" and "+" in name:
             raise ConfigError(f"runtime.{what}: {name} joins devices; a drafter lies on one, only a target is divided")
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ConfigError(f"runtime.{what}: expected cpu or cuda:N, got {name!r}") from error
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", 0)
-        count = torch.cuda.device_count()
-        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index >= count):
-            raise ConfigError(f"runtime.{what}: {name} is not here; this machine has {count} CUDA devices (and cpu)")
-        devices.append(device)
+        devices.append(find_device(name, f"runtime.{what}"))
     if not devices:
         raise ConfigError(f"runtime.{what} is empty; name at least one device, such as cpu or cuda:0")
     return devices
+
+
+def find_device(name: str, option: str) -> torch.device:
+    """The device of that name, which `option` was given.
+
+    Raises:
+        ConfigError: no name of a device, or one that is not there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{option}: expected cpu or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    count = torch.cuda.device_count()
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index >= count):
+        raise ConfigError(f"{option}: {name} is not here; this machine has {count} CUDA devices (and cpu)")
+    return device

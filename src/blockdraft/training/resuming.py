@@ -51,7 +51,7 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     """
     if not (directory / STATE).is_file():
         raise ConfigError(
-            f"resume: expected a checkpoint, RUN/checkpoints/step_XXXXXXXX, found none at {directory}; "
+            f"--resume: expected a checkpoint, RUN/checkpoints/step_XXXXXXXX, found none at {directory}; "
             "--resume auto takes the newest of --run-dir"
         )
     before, now = (_deciding(one) for one in (read_config(directory / CONFIG), config))

@@ -89,6 +89,26 @@ def test_what_cannot_be_measured_is_refused(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["step", "pipeline"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--device", "gpu0"), "device: expected cpu or cuda:N, got 'gpu0'"),
+        (("--device", "cuda:99"), "device: cuda:99 is not here"),
+        (("--device", "cpu", "--attention", "flex"), "--attention flex has no backward on a CPU"),
+    ],
+)
+def test_what_the_device_cannot_do_is_refused(what, flags, message, capsys):
+    assert main(["bench", what, *SMALL, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_target_alone_has_no_anchors(capsys):
+    flags = ("--shapes", "tiny", "--row-length", "96", "--num-layers", "2", "--steps", "1", "--device", "cpu")
+    assert main(["bench", "target", *flags]) == 0
+    assert "target_1x96" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", sorted(target_configs()))
 def test_every_named_target_has_layers_for_the_default_drafter(name):
     ids = default_layer_ids(target_configs()[name].num_hidden_layers, Options(what="pipeline").num_layers)
