@@ -89,10 +89,12 @@ def test_weights_go_from_their_owner_to_the_drafters_of_its_node():
 
 
 def test_an_owner_that_leaves_ends_the_others_wait_for_its_weights():
-    store, left = c10d.HashStore(), threading.Event()
+    store, left, held = c10d.HashStore(), threading.Event(), []
 
     def body(rank: int) -> None:
-        total = GradientSum(store, rank, 2, DEVICE, 15.0, near=2)
+        total = GradientSum(store, rank, 2, DEVICE, 90.0, near=2)
+        # As a drafter's optimizer does, also of one that has left.
+        held.append(total)
         weights = [(0, torch.zeros(4)), (1, torch.zeros(4))]
         total.hand_out(weights)
         total.wait()
@@ -117,10 +119,11 @@ def test_sums_have_a_stream_of_their_own_unless_told_otherwise():
 
 
 def test_a_group_that_is_left_ends_the_others_wait():
-    store, left = c10d.HashStore(), threading.Event()
+    store, left, held = c10d.HashStore(), threading.Event(), []
 
     def body(rank: int) -> None:
-        total = GradientSum(store, rank, 2, DEVICE, 15.0)
+        total = GradientSum(store, rank, 2, DEVICE, 90.0)
+        held.append(total)
         total.start(draws(rank, 0))
         total.wait()
         if rank == 1:

@@ -216,6 +216,13 @@ def test_what_helps_is_said_of_rows_as_short_as_a_block_too(row_length: int, is_
     assert (f"--data.row-length {row_length // 2} " in str(refused.value)) is is_halved
 
 
+@pytest.mark.parametrize(("beta2", "is_named"), [(0.99, True), (0.999, False)])
+def test_moments_in_bfloat16_help_where_betas_allow_them(beta2: float, is_named: bool) -> None:
+    base = replace(config(), optim=OptimConfig(betas=(0.9, beta2)))
+    found = [knob.change for knob in knobs(base, LARGE, "cuda:0")]
+    assert any("adamw_bf16" in change for change in found) is is_named
+
+
 def test_a_cpu_and_the_host_share_one_memory() -> None:
     on_cpu = config(("cpu",), ("cpu",))
     plan = plan_memory(on_cpu, LARGE)

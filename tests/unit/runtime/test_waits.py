@@ -93,6 +93,18 @@ def test_steps_that_were_done_while_the_profiler_started_do_not_count(monkeypatc
     assert count.found.steps == 5
 
 
+def test_only_steps_that_every_worker_is_in_count(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
+    ahead, behind, count = gpu_worker("target 0"), gpu_worker("drafter 0"), WaitCount(5)
+    for step in range(20, 40):
+        ahead.step, behind.step = step + 3, step
+        count.step(step, [ahead, behind])
+        # The profiler begins when the one is in step 23 already: the other's come behind that.
+        assert (count.found is None) is (step < 28)
+    assert count.found is not None
+    assert count.found.steps == 5
+
+
 def test_a_worker_whose_calls_the_trace_does_not_name_is_not_said_to_wait_for_nothing(monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", StubProfiler)
     seen, other = gpu_worker("target 0"), gpu_worker("drafter 0")

@@ -196,6 +196,16 @@ def test_a_state_round_trip_goes_on_bit_for_bit(optimizer_name, dtype):
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
+def test_masters_without_moments_are_loaded_as_a_fresh_start():
+    net, fresh = module(), module()
+    trained, plain = MasterOptimizer(net, CONFIG), MasterOptimizer(fresh, CONFIG)
+    start = {name: value for name, value in snapshot(plain).items() if name.startswith("master.")}
+    push(net, gradients_for(net, 0))
+    trained.step(1.0)
+    trained.load_state_tensors(start)
+    assert all(torch.equal(value, snapshot(plain)[name]) for name, value in snapshot(trained).items())
+
+
 def test_another_drafters_state_is_refused():
     net = module()
     optimizer = MasterOptimizer(net, CONFIG)

@@ -94,15 +94,29 @@ def test_a_file_is_read_ahead_of_its_checksum_and_not_further_than_said(monkeypa
     assert (waiting, num_put) == (tensor_file.MOST_WAITING, 50)
 
 
-@pytest.mark.parametrize("name", ["fsync", "fdatasync"])
-def test_a_sync_that_fails_is_a_write_that_failed(tmp_path, monkeypatch, name):
-    def fail(_descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    ("name", "first", "sync_bytes"),
+    [("fsync", 1, 10), ("fdatasync", 1, 10), ("fdatasync", 2, 10), ("fdatasync", 1, 100)],
+)
+def test_a_sync_that_fails_is_a_write_that_failed(tmp_path, monkeypatch, name, first, sync_bytes):
+    # Linux says it once: the sync after it ends well, and the data are gone. The last case has one sync, at the end.
+    calls, done = [], threading.Event()
 
-    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 10)
+    def fail(_descriptor: int) -> None:
+        calls.append(1)
+        done.set()
+        if len(calls) == first:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def tick() -> None:
+        assert name == "fsync" or sync_bytes == 100 or done.wait(10)
+
+    monkeypatch.setattr(tensor_file, "SYNC_BYTES", sync_bytes)
+    # As a large file has it: what is behind the first piece is hashed in a thread.
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 50)
     monkeypatch.setattr(tensor_file.os, name, fail)
     with pytest.raises(OSError, match="No space left"):
-        write_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(10)})
+        write_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(10)}, tick)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("hasher", "syncer"))]
 
 
