@@ -65,6 +65,20 @@ class Queued(NamedTuple):
     ends: tuple[Mark, ...]
 
 
+Kinds = tuple[tuple[int, torch.dtype], ...]
+"""Elements and type of each tensor of a bucket."""
+
+
+class Plan(NamedTuple):
+    """How buckets of one kind are summed in one lane; all of it lists by drafter."""
+
+    shares: list[list[Piece]]
+    rooms: list[list[list[Tensor]]]
+    """Of each owner: where each other drafter's pieces arrive."""
+    totals: list[list[Tensor]]
+    """Of each owner: where its share is added up; of two drafters nowhere."""
+
+
 class PeerGroup:
     """What the drafters of one process share; each calls it by its number, through its own PeerSum."""
 
@@ -91,6 +105,7 @@ class PeerGroup:
         self._deposits: dict[int, dict[int, Deposit]] = {}
         self._queued: dict[int, dict[int, Queued]] = {}
         self._is_broken = False
+        self._plans: dict[tuple[int, Kinds], Plan] = {}
         # A share is larger than an even one by less than ALIGNMENT elements. Everything in it is a multiple of 512
         # bytes, so each drafter's part of a room begins at one.
         self._room_bytes = (most_bytes // self.size + ALIGNMENT * MOST_BYTES_OF_ELEMENT + 511) // 512 * 512
@@ -156,52 +171,56 @@ class PeerGroup:
 
     def _queue(self, lane: int, buckets: list[list[Tensor]], made: list[Mark]) -> list[tuple[Mark, ...]]:
         """Queues one bucket's sum; the ends of what is done with each drafter's tensors."""
-        kinds = [[(tensor.numel(), tensor.dtype) for tensor in bucket] for bucket in buckets]
+        kinds = [tuple((tensor.numel(), tensor.dtype) for tensor in bucket) for bucket in buckets]
         assert all(kind == kinds[0] for kind in kinds), "drafters sum buckets of different tensors"
-        assert len({dtype for _, dtype in kinds[0]}) == 1, "a bucket of several types"
-        shares = cut_shares([size for size, _ in kinds[0]], self.size)
+        if (lane, kinds[0]) not in self._plans:
+            self._plans[lane, kinds[0]] = self._plan(lane, kinds[0])
+        shares, rooms, totals = self._plans[lane, kinds[0]]
         # Pieces of each drafter's tensors, by whose share they are.
-        own = [[list(_pieces(bucket, share)) for share in shares] for bucket in buckets]
-        rooms = [self._divide(room, pieces) for room, pieces in zip(self._rooms[lane], own[0], strict=True)]
+        own = [_pieces(bucket, shares) for bucket in buckets]
         streams = self._streams
         with streams.queueing():
             streams.begin(lane, made)
             for source, owner in turns(self.size):
-                arrived = rooms[owner][_room_of(source, owner)]
-                streams.move(lane, source, owner, map(Copy, arrived, own[source][owner]))
+                streams.move(lane, source, owner, map(Copy, rooms[owner][source], own[source][owner]))
             for owner in range(self.size):
-                others = rooms[owner]
-                if self.size == 2:
-                    work = partial(_add_two, own[owner][owner], others[0])
-                else:
-                    parts = [*others[:owner], own[owner][owner], *others[owner:]]
-                    work = partial(self._add_many, lane, owner, parts)
-                streams.add(lane, owner, work)
+                parts = [own[owner][owner] if source == owner else rooms[owner][source] for source in range(self.size)]
+                streams.add(lane, owner, partial(_add, owner, parts, totals[owner]))
             for owner, to in turns(self.size):
                 streams.move(lane, owner, to, map(Copy, own[to][owner], own[owner][owner]))
             return [streams.end(lane, drafter) for drafter in range(self.size)]
 
-    def _divide(self, room: Tensor, pieces: list[Tensor]) -> list[list[Tensor]]:
-        """For each other drafter, room for its pieces."""
-        return [_parts_of(part, pieces, pieces[0].dtype) if pieces else [] for part in room]
-
-    def _add_many(self, lane: int, owner: int, parts: list[list[Tensor]]) -> None:
-        """Adds parts up in the order of drafters, in float32 where they have 16 bits, and rounds once."""
-        own = parts[owner]
-        if not own:
-            return
-        dtype = torch.float32 if own[0].itemsize == 2 else own[0].dtype
-        totals = _parts_of(self._totals[lane][owner].view(-1), own, dtype)
-        torch._foreach_copy_(totals, parts[0])
-        for part in parts[1:]:
-            torch._foreach_add_(totals, part)
-        torch._foreach_copy_(own, totals)
+    def _plan(self, lane: int, kinds: Kinds) -> Plan:
+        assert len({dtype for _, dtype in kinds}) == 1, "a bucket of several types"
+        dtype = kinds[0][1]
+        shares = cut_shares([size for size, _ in kinds], self.size)
+        sizes = [[stop - start for _, start, stop in share] for share in shares]
+        rooms, totals = [], []
+        for owner in range(self.size):
+            parts = [_parts_of(part, sizes[owner], dtype) for part in self._rooms[lane][owner]]
+            rooms.append([*parts[:owner], [], *parts[owner:]])
+            room = self._totals[lane][owner].view(-1) if self._totals[lane] else None
+            kind = torch.float32 if dtype.itemsize == 2 else dtype
+            totals.append([] if room is None else _parts_of(room, sizes[owner], kind))
+        return Plan(shares, rooms, totals)
 
 
-def _add_two(own: list[Tensor], other: list[Tensor]) -> None:
-    """One launch for all pieces; 16-bit elements are added in float32 and rounded once, whichever comes first."""
-    if own:
-        torch._foreach_add_(own, other)
+def _add(owner: int, parts: list[list[Tensor]], totals: list[Tensor]) -> None:
+    """Adds parts up, of each drafter one, in the order of drafters, and leaves the sums in the owner's.
+
+    Elements of 16 bits are added in float32 and rounded once.
+    """
+    own = parts[owner]
+    if not own:
+        return
+    if len(parts) == 2:
+        # One launch for all pieces, which adds in float32 by itself; which of two comes first changes nothing.
+        torch._foreach_add_(own, parts[1 - owner])
+        return
+    torch._foreach_copy_(totals, parts[0])
+    for part in parts[1:]:
+        torch._foreach_add_(totals, part)
+    torch._foreach_copy_(own, totals)
 
 
 def turns(size: int) -> Iterator[tuple[int, int]]:
@@ -211,26 +230,17 @@ def turns(size: int) -> Iterator[tuple[int, int]]:
             yield source, (source + turn) % size
 
 
-def _room_of(source: int, owner: int) -> int:
-    return source if source < owner else source - 1
+def _pieces(bucket: list[Tensor], shares: list[list[Piece]]) -> list[list[Tensor]]:
+    # A view fails where elements do not lie one behind the other, instead of copying them.
+    flats = [tensor.view(-1) for tensor in bucket]
+    return [[flats[index][start:stop] for index, start, stop in share] for share in shares]
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    # Fails where elements do not lie one behind the other, instead of copying them.
-    return tensor.detach().view(-1)
-
-
-def _pieces(bucket: list[Tensor], share: list[Piece]) -> Iterator[Tensor]:
-    for index, start, stop in share:
-        yield _flat(bucket[index])[start:stop]
-
-
-def _parts_of(room: Tensor, pieces: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Parts of these bytes, one behind the other, of the sizes of these pieces."""
-    sizes = [len(piece) for piece in pieces]
+def _parts_of(room: Tensor, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Parts of these bytes, one behind the other, of so many elements."""
     needed = sum(sizes) * dtype.itemsize
     assert needed <= len(room), f"a bucket is larger than said: its share needs {needed} bytes, there are {len(room)}"
-    return list(room[:needed].view(dtype).split(sizes))
+    return list(room[:needed].view(dtype).split(sizes)) if sizes else []
 
 
 class PeerSum:
