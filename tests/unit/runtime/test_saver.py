@@ -213,22 +213,28 @@ def test_a_gpus_copy_comes_behind_the_step_and_the_next_update_behind_the_copy(t
     bench = Bench(tmp_path)
     snapshot = bench.saver._snapshot
     assert snapshot is not None
-    device = bench.drafter.device
-    snapshot.sides[device] = module.Side(Side(), Copied())  # type: ignore[arg-type]
+    device, other = bench.drafter.device, torch.device("cuda", 1)
+    # The other GPU has another drafter's share of the state.
+    for place in (device, other):
+        snapshot.sides[place] = module.Side(Side(), Copied())  # type: ignore[arg-type]
     whole = Snapshot._copy
     monkeypatch.setattr(Snapshot, "_copy", lambda self, contents: (log.append("copies"), whole(self, contents))[1])
     monkeypatch.setattr(module.torch.cuda, "current_stream", lambda _device: "the step")
     monkeypatch.setattr(module.torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     bench.saver.save(1)
     bench.saver.before_update(torch.device("meta"))
-    bench.saver.before_update(device)
-    bench.saver.before_update(device)
+    for place in (device, other):
+        bench.saver.before_update(place)
+        bench.saver.before_update(place)
     bench.finish()
     assert [line for line in log if "writer" not in line] == [
         "side waits for the step",
+        "side waits for the step",
         "copies",
         "copied",
+        "copied",
+        "the step waits for the copy",
         "the step waits for the copy",
     ]
-    assert "the writer waits for the copy" in log
+    assert log.count("the writer waits for the copy") == 2
     verify(list_checkpoints(tmp_path)[0])

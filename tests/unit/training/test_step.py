@@ -170,6 +170,36 @@ def test_gradients_are_summed_before_they_are_clipped():
     assert norms[1] == pytest.approx(3 * norms[0], rel=1e-5)
 
 
+def test_joining_leaves_no_trace_in_the_first_step():
+    # A step of two micro-batches adds them in float32: what joining summed must not keep the first one as it is made.
+    target = tiny_target("llama")
+    (fill,) = Loader(store_of(LENGTHS), config()).fills(0, 1)  # type: ignore[arg-type]
+    slot, (one,) = filled(target, fill, 2), fill.passes
+    found = []
+    for joins in (False, True):
+        step = step_for(target)
+        drafter = step.drafter.bfloat16()
+        step = DrafterStep(
+            drafter,
+            target.ends,
+            target.ends.copy_to(CPU, torch.bfloat16),
+            loss=LossConfig(),
+            optim=OptimConfig(lr=1e-3, warmup=0.0),
+            total_steps=10,
+            make_attend=sdpa_attend,
+        )
+        total = Multiplied(1.0)
+        if joins:
+            step.join(total)
+        step.micro_batch(slot.features_RTC, to_device(one, CPU), one.denominator)
+        step.sum_gradients = total
+        step.begin_sum()
+        step.micro_batch(slot.features_RTC.flip(1), to_device(one, CPU), one.denominator)
+        step.finish(0)
+        found.append({name: value.clone() for name, value in step.optimizer.state_tensors().items()})
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_an_update_waits_for_what_still_reads_the_weights():
     # A checkpoint's copy may still be under way; sums and gradients do not touch what it reads.
     target = tiny_target("llama")
