@@ -150,6 +150,22 @@ def test_a_changed_config_is_refused_by_name(files, tmp_path):
         assert str(caught.value).count("->") == len(names)
 
 
+def test_what_needs_no_target_is_refused_before_one_is_loaded(files, tmp_path, monkeypatch):
+    def never(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("the target was loaded first")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("blockdraft.commands.control.build", never)
+    for run_dir, changes, resume, message in (
+        ("run", {}, str(tmp_path / "none"), "--resume: expected a checkpoint"),
+        ("run", {"trackers": ("wandb",)}, "", "--trackers wandb needs its package"),
+        ("file/run", {}, "", "expected a directory that can be written"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train.run(tiny_config(files, tmp_path / run_dir, **changes), train.Options(resume=resume))
+
+
 def test_the_number_of_drafters_is_free_unless_slots_are_reused(files, tmp_path):
     two = {"drafters": ("cpu", "cpu"), "targets": ("cpu",)}
     for reuse, is_free in ((1, True), (2, False)):

@@ -19,10 +19,10 @@ from blockdraft.commands.checks import resolve_dtypes
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
-from blockdraft.commands.run_directory import check_directory, claim, hold, write_environment
+from blockdraft.commands.run_directory import check_directory, check_writable, claim, hold, write_environment
 from blockdraft.commands.skips import Skips
 from blockdraft.commands.stops import StopRequested, Stops
-from blockdraft.commands.tracking import MetricsFile, Tracker, open_trackers
+from blockdraft.commands.tracking import MetricsFile, Tracker, check_trackers, open_trackers
 from blockdraft.config import RunConfig
 from blockdraft.data.position import position_at
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
@@ -98,6 +98,12 @@ class Control:
     def _run(self, config: RunConfig, protection: Protection | None) -> int:
         self.protection = protection
         world = self.world
+        # What needs no target is refused before one is loaded.
+        if self.resume is not None:
+            check_resumable(self.resume, config)
+        if self.is_first_node:
+            check_writable(self.run_dir)
+            check_trackers(config.trackers)
         self.built: Built = build(config, self.say, node=world.node, num_nodes=world.num_nodes)
         if world.num_nodes > 1:
             self.say(f"{world.num_nodes} nodes with {len(self.built.steps)} drafters each")
@@ -152,7 +158,6 @@ class Control:
         directory = self.resume
         if directory is None:
             return 0, 0
-        check_resumable(directory, config)
         state = read_state(directory)
         first_step = int(state["steps_done"])
         check_data(directory, self.built.fingerprint, position_at(self.built.loader.config, first_step))

@@ -27,6 +27,20 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
     Raises:
         ConfigError: with what is needed and what is there.
     """
+    check_writable(run_dir)
+    # The newest ones, the best, and the one being written.
+    copies = min(-(-steps_left // config.save_every), config.keep_last + 2)
+    root = run_dir / "checkpoints"
+    there_already = sum(file.stat().st_size for found in list_checkpoints(root) for file in found.iterdir())
+    check_space(root, copies * contents.num_bytes() - there_already, f"a run that keeps {copies} checkpoints at a time")
+
+
+def check_writable(run_dir: Path) -> None:
+    """Refuses a directory that cannot be made or written.
+
+    Raises:
+        ConfigError: with what is in the way.
+    """
     there = run_dir
     while not there.exists():
         there = there.parent
@@ -35,11 +49,6 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
         raise ConfigError(
             f"run_dir {run_dir}: expected a directory that can be written, {there} is none; choose another --run-dir"
         )
-    # The newest ones, the best, and the one being written.
-    copies = min(-(-steps_left // config.save_every), config.keep_last + 2)
-    root = run_dir / "checkpoints"
-    there_already = sum(file.stat().st_size for found in list_checkpoints(root) for file in found.iterdir())
-    check_space(root, copies * contents.num_bytes() - there_already, f"a run that keeps {copies} checkpoints at a time")
 
 
 @contextmanager

@@ -105,6 +105,16 @@ class _Wandb:
         self._module.finish()
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuses trackers whose packages are not installed.
+
+    Raises:
+        ConfigError: with what to install.
+    """
+    for name in names:
+        _import("torch.utils.tensorboard" if name == "tensorboard" else name, name)
+
+
 def open_trackers(names: Sequence[str], run_dir: Path, config: dict[str, Any]) -> list[Tracker]:
     """The trackers of a run.
 
