@@ -127,6 +127,14 @@ def test_replay_refuses_to_sample(files, capsys):
     assert "needs --method decode" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag", ["--num-prompts", "--max-new-tokens", "--batch-size", "--ngram-order", "--ngram-tokens"]
+)
+def test_counts_of_nothing_are_refused_before_anything_is_loaded(capsys, flag):
+    assert cli.main(["evaluate", "d", "--target", "t", "--prompts", "p", flag, "0"]) == cli.EXIT_ERROR
+    assert f"{flag} must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_a_store_of_another_tokenizer_is_refused(files, tmp_path, capsys):
     template = ChatTemplate(tiny_tokenizer(CHATML))
     write_store(tmp_path / "store", [template.encode(chat("a", "bc"))], ManifestInfo(tokenizer_hash="f" * 64))

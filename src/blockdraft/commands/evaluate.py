@@ -117,8 +117,10 @@ def _check(options: Options) -> None:
     set_names(options.prompts)
     if options.temperature and options.method == "replay":
         raise ConfigError("replay is greedy; sampled acceptance (--temperature above 0) needs --method decode")
-    if options.num_prompts is not None and options.num_prompts < 1:
-        raise ConfigError(f"--num-prompts must be at least 1, got {options.num_prompts}")
+    for name in ("num_prompts", "max_new_tokens", "batch_size", "ngram_order", "ngram_tokens"):
+        found = vars(options)[name]
+        if found is not None and found < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {found}")
     if options.thinking and options.no_thinking:
         raise ConfigError("--thinking and --no-thinking: expected at most one of them, found both")
 
