@@ -38,7 +38,9 @@ def test_layers_behind_the_last_captured_one_are_kept_only_for_runs_to_the_end()
 
 
 def test_what_is_no_language_model_is_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"target\.path must be a transformers model directory.*could not be read"):
+    with pytest.raises(
+        ConfigError, match=r"target\.path: expected a model directory.*found nothing at.*exists and has no nothing"
+    ):
         outline(TargetConfig(path=str(tmp_path / "nothing")))
     headless = AutoModel.from_config(AutoConfig.for_model("llama", **COMMON))
     with pytest.raises(ConfigError, match="expected a causal language model, found LlamaModel"):
