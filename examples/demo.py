@@ -97,8 +97,8 @@ def main() -> None:
     cut = ["--max-length", ROW_LENGTH]
     demo.blockdraft("prepare", "prepare", runs / "answers.jsonl", "--target", target, "--output", store, *cut)
 
-    # A run that was cut before its first checkpoint has nothing to resume: it is started over.
-    train = ["train", "smollm2_demo", "--run-dir", runs / "train", "--resume", "auto", "--overwrite"]
+    # A run that was cut before its first checkpoint has nothing to go on from: it begins again.
+    train = ["train", "smollm2_demo", "--run-dir", runs / "train", "--resume", "auto"]
     train += ["--target.path", target, "--data.train", store]
     train += ["--eval.prompts", *held_out, "--eval.num-prompts", min(NUM_WATCHED, options.num_held_out)]
     train += ["--eval.max-new-tokens", options.max_new_tokens]

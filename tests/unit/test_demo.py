@@ -1,13 +1,18 @@
 """The demo's parts that can be checked without a model: what is held out, and how the numbers are gathered."""
 
+import importlib
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from blockdraft import cli
+from blockdraft.commands import control
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,6 +43,33 @@ def test_held_out_prompts_are_what_their_names_say(num_train: int) -> None:
 def test_more_prompts_than_the_words_give_are_refused() -> None:
     with pytest.raises(SystemExit, match="held-out words: 100 prompts wanted"):
         load("demo_prompts").split_pairs(320, 100)
+
+
+def test_the_demos_commands_are_such_that_blockdraft_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    demo, commands = load("demo"), []
+    monkeypatch.setattr(demo.Demo, "run", lambda _self, _stage, command: commands.append(command))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--runs-dir", str(tmp_path / "runs")])
+    demo.main()
+    verbs = [command[1] for command in commands if command[0] == "blockdraft"]
+    assert verbs == ["regenerate", "prepare", "train", "export", "evaluate", "evaluate", "report"]
+    begun = []
+    # What a verb does behind its flags and first checks is other tests' subject.
+    monkeypatch.setattr(control, "Control", lambda config, *_args, **_more: begun.append(config) or Ended())
+    for verb in ("regenerate", "prepare", "evaluate"):
+        monkeypatch.setattr(
+            importlib.import_module(f"blockdraft.commands.{verb}"), "run", lambda options: begun.append(options) or 0
+        )
+    for command in commands:
+        if command[0] == "blockdraft" and command[1] not in ("export", "report"):
+            assert cli.main(command[1:]) == 0, command
+    assert len(begun) == 5
+
+
+class Ended:
+    """A run that is over at once."""
+
+    def run(self) -> int:
+        return 0
 
 
 def write_results(runs: Path) -> None:
