@@ -1,6 +1,6 @@
 """What gradient sums cost a step: two drafters in two threads, their features at hand, no target.
 
-Sums by a process group (NCCL; on CPUs gloo), or by copies between the drafters' devices (runtime/peer_sums.py).
+Sums by a process group (NCCL; on CPUs gloo), or by copies between the drafters' devices (benchmarks/peer_sums.py).
 """
 
 import contextlib
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
+from peer_sums import PeerGroup, PeerSum, largest_bucket
 
 from blockdraft.data.loader import Fill
 from blockdraft.runtime.distributed import GradientSum, join_world
 from blockdraft.runtime.meeting import Meeting
-from blockdraft.runtime.peer_sums import PeerGroup, PeerSum, largest_bucket
 from blockdraft.runtime.transfers import to_device
 from blockdraft.training.buckets import SumGradients
 from blockdraft.training.step import DrafterStep

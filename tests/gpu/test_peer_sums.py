@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peer_sums import PeerGroup, PeerSum
 from torch import Tensor
 
 from blockdraft.runtime.meeting import Meeting
-from blockdraft.runtime.peer_sums import PeerGroup, PeerSum
 
 BUCKETS = (((1024, 4096), (4096,), (128,)), ((3, 1111), (1,), (63,)), ((1,),), ((2048, 4096), (4096,)), ((3, 4097),))
 MOST_ELEMENTS = 2049 * 4096

@@ -55,5 +55,8 @@ def find_device(name: str, option: str) -> torch.device:
         device = torch.device("cuda", 0)
     count = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index >= count):
-        raise ConfigError(f"{option}: {name} is not here; this machine has {count} CUDA devices (and cpu)")
+        raise ConfigError(
+            f"{option}: {name} is not here; this machine has {count} CUDA devices (and cpu); name one that is there, "
+            f"such as --{option.removeprefix('--')} cpu"
+        )
     return device

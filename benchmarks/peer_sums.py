@@ -11,11 +11,11 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import torch
+from peer_streams import Copy, Mark, Streams, streams_between
 from torch import Tensor, nn
 
 from blockdraft.runtime.distributed import SUM, NodeLost
 from blockdraft.runtime.meeting import CHECK_SECONDS
-from blockdraft.runtime.peer_streams import Copy, Mark, Streams, streams_between
 
 NUM_LANES: Final = 2
 """Buckets on their way at a time: one is copied while another is added."""

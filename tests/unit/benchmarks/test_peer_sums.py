@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peer_streams import AtOnce, streams_between
+from peer_sums import ALIGNMENT, PeerGroup, PeerSum, cut_shares, largest_bucket, turns
 from torch import nn
 
 from blockdraft.config import ConfigError
 from blockdraft.runtime.channel import Stopped
 from blockdraft.runtime.distributed import GradientSum, NodeLost, c10d
-from blockdraft.runtime.peer_streams import AtOnce, streams_between
-from blockdraft.runtime.peer_sums import ALIGNMENT, PeerGroup, PeerSum, cut_shares, largest_bucket, turns
 from blockdraft.training.buckets import GradientBuckets
 from unit.runtime.test_distributed import run_threads
 
@@ -133,11 +133,13 @@ def test_a_module_s_gradients_are_summed_beside_its_backward():
         net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
         return net, torch.randn(3, 5, generator=torch.Generator().manual_seed(drafter))
 
-    weights = dict(net_of(0)[0].named_parameters())
+    # Here and not in the threads: they share one generator, and would draw from each other's numbers.
+    nets = [net_of(drafter) for drafter in range(size)]
+    weights = dict(nets[0][0].named_parameters())
     group = group_of(size, largest_bucket([[name] for name in weights], weights, 4))
 
     def body(drafter):
-        net, x_RD = net_of(drafter)
+        net, x_RD = nets[drafter]
         weights = dict(net.named_parameters())
         buckets = GradientBuckets(weights, lambda name: weights[name].grad)
         buckets.layout = [[name] for name in reversed(weights)]

@@ -8,13 +8,12 @@ import contextlib
 import random
 from types import SimpleNamespace
 
+import peer_streams
 import pytest
 import torch
+from peer_streams import CudaStreams
+from peer_sums import NUM_LANES, PeerGroup, PeerSum
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from blockdraft.runtime import peer_streams
-from blockdraft.runtime.peer_streams import CudaStreams
-from blockdraft.runtime.peer_sums import NUM_LANES, PeerGroup, PeerSum
 
 ATEN = torch.ops.aten
 LATER = (ATEN.copy_.default, ATEN._foreach_add_.List, ATEN._foreach_copy_.default, ATEN.zero_.default)
