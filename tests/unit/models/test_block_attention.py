@@ -4,8 +4,6 @@ R rows, T context keys, A anchors, L block size, H query heads, G key/value head
 """
 
 import dataclasses
-import os
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +13,7 @@ from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.block_mask import context_ranges
 from blockdraft.models.blocks import visibility
 from integration.tiny import tiny_drafter, tiny_target
+from interpreted import run_interpreted
 from unit.models.test_blocks import row
 
 pytest.importorskip("triton")
@@ -82,13 +81,7 @@ def compare() -> None:
 
 
 def test_kernels_equal_masked_sdpa_when_interpreted():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    code = "from unit.models.test_block_attention import compare; compare()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted("from unit.models.test_block_attention import compare; compare()")
 
 
 def test_spans_hold_every_query_that_sees_a_key_and_the_inner_ones_see_all():

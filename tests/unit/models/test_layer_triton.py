@@ -3,7 +3,6 @@
 N rows read, M rows made, D width, F width of all heads, E head width, I inner width.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from blockdraft.models.layer_ops import EAGER_OPS, Expand
+from interpreted import run_interpreted
 from unit.models.test_layer_ops import EPS, angles, draw
 
 pytest.importorskip("triton")
@@ -100,13 +100,7 @@ def compare_rows(dtype) -> None:
 
 
 def test_kernels_equal_the_reference_when_interpreted():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    code = "from unit.models.test_layer_triton import compare; compare()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted("from unit.models.test_layer_triton import compare; compare()")
 
 
 class Built(NamedTuple):

@@ -4,8 +4,6 @@ R rows, T context tokens, A anchors, L block size, D width.
 """
 
 import dataclasses
-import os
-import subprocess
 import sys
 
 import pytest
@@ -22,6 +20,7 @@ from blockdraft.models.own_layers import KernelDrafter, check_current
 from blockdraft.training import buckets
 from blockdraft.training.buckets import GradientBuckets
 from integration.tiny import tiny_drafter, tiny_target
+from interpreted import run_interpreted
 from unit.models.test_blocks import row
 from unit.models.test_compiled import Noted
 
@@ -237,13 +236,7 @@ def compare() -> None:
 
 def test_with_interpreted_kernels_numbers_and_gradients_are_the_same():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    code = "from unit.models.test_own_layers import compare; compare()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted("from unit.models.test_own_layers import compare; compare()")
 
 
 def test_a_thread_whose_current_device_is_another_is_told_so(monkeypatch):

@@ -3,8 +3,6 @@
 R rows, T context tokens, A anchors, L block size, S slots of each block that ask, Q queries, E head width, D width.
 """
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +12,7 @@ from blockdraft.models.block_mask import context_ranges
 from blockdraft.models.blocks import block_positions
 from blockdraft.models.drafter import drop_anchors, rotary_frequencies, rotation
 from blockdraft.models.layer_ops import EAGER_OPS
+from interpreted import run_interpreted
 
 pytest.importorskip("triton")
 from blockdraft.models import row_kernels
@@ -66,13 +65,7 @@ def compare_rows(dtype: torch.dtype) -> None:
 
 
 def test_kernels_equal_plain_operations_when_interpreted():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    code = "from unit.models.test_row_kernels import compare; compare()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted("from unit.models.test_row_kernels import compare; compare()")
 
 
 def test_rotary_factors_are_the_drafters():

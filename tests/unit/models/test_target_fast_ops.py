@@ -3,16 +3,13 @@
 N rows, W columns of a product, D width.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from blockdraft.models.target_fast_layers import fuse
 from blockdraft.models.target_fast_ops import Columns, Norm, Rows, TorchOps, pick
+from interpreted import run_interpreted
 
 
 def test_rows_in_float8_use_the_whole_range_of_each_row():
@@ -77,12 +74,7 @@ print("interpreted alike")
 
 def test_the_fused_kernels_equal_the_reference_when_interpreted():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted(INTERPRETED)
 
 
 def test_columns_of_groups_are_picked_where_they_lie():

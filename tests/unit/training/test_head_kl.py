@@ -1,7 +1,5 @@
 """N rows, D width, V ids of the head."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from blockdraft.training.head_kl import between_kl_eager, head_kl
 from blockdraft.training.loss import slot_kl
+from interpreted import run_interpreted
 from unit.training.test_head_loss import FINISHES, compiled, distance, problem
 
 
@@ -71,13 +70,7 @@ def compare() -> None:
 
 def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    code = "from unit.training.test_head_kl import compare; compare()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted("from unit.training.test_head_kl import compare; compare()")
 
 
 @pytest.mark.parametrize("is_capped", [False, True])

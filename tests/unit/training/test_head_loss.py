@@ -1,9 +1,5 @@
 """N rows, D width, V ids of the head."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +7,7 @@ from torch import Tensor, nn
 from blockdraft.models.ends import Ends
 from blockdraft.training.head_loss import between_eager, even_chunk, head_loss
 from blockdraft.training.loss import slot_loss
+from interpreted import run_interpreted
 
 FINISHES = [{}, {"logit_multiplier": 0.25}, {"logit_softcap": 3.0}, {"logit_multiplier": 2.0, "logit_softcap": 2.5}]
 
@@ -116,12 +113,7 @@ print("interpreted alike")
 
 def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted(INTERPRETED)
 
 
 def compiled(function, is_capped: bool) -> str:

@@ -1,9 +1,7 @@
 """The fused update: interpreted beside torch's AdamW, and compiled for a GPU without one."""
 
 import dataclasses
-import os
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 
@@ -12,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdraft.training.optim import MasterOptimizer
+from interpreted import run_interpreted
 from unit.training.test_optim import CONFIG, gradients_for, module, push, snapshot
 
 pytest.importorskip("triton")
@@ -120,13 +119,7 @@ def whole_optimizer(choice: str) -> None:
 
 
 def test_the_update_equals_torchs_adamw_when_interpreted():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    code = "from unit.training.test_optim_triton import compare; compare()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "interpreted alike" in done.stdout
+    run_interpreted("from unit.training.test_optim_triton import compare; compare()")
 
 
 def compile_for_a_gpu(kernel, constants: dict[str, object], num_warps: int) -> str:
