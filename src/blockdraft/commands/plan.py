@@ -74,15 +74,16 @@ def run(config: RunConfig | None, options: Options) -> int:
     basis = find_basis(config, options)
     rates = find_rates(basis, options)
     chosen = basis.config
-    # Gradients are summed in the weights' type.
-    gradient_bytes = drafter_parameters(basis.sizes.shape) * (4 if chosen.drafter.dtype == "float32" else 2)
+    # Gradients are summed in the weights' type, and weights handed out in it.
+    weight_bytes = drafter_parameters(basis.sizes.shape) * (4 if chosen.drafter.dtype == "float32" else 2)
     stages = Stages(
         rates.target_tok_s,
         rates.drafter_tok_s,
         basis.micro_batch_tokens,
-        gradient_bytes,
+        weight_bytes,
         chosen.optim.accumulation,
         chosen.runtime.reuse,
+        weight_bytes if chosen.optim.shard and not rates.has_exchange else 0.0,
     )
     links = Links(options.peer_gb_s, options.node_gb_s)
     fit = find_fit(basis, options)
@@ -100,6 +101,8 @@ def run(config: RunConfig | None, options: Options) -> int:
     _say(f"{_count(options.gpus)}: {found.spell()}")
     _say(f"  {_spell_speed(found, basis)}; {found.limit} set the pace")
     _say(f"  {step_tokens(stages, found):,.0f} tokens a step; flags: {spell_flags(found)}")
+    if chosen.optim.shard:
+        _say(_spell_exchange(stages, found, links))
     for line in _spell_fewer(every, found):
         _say(line)
     for line in table(stages, options, links, basis, fit):
@@ -163,6 +166,22 @@ def find_rates(basis: Basis, options: Options) -> "Rates":
         options.target_tok_s or found.target_tok_s,
         options.drafter_tok_s or found.drafter_tok_s,
         "as given" if len(given) == 2 else f"{found.source}{', one of them as given' if given else ''}",
+        has_exchange=found.has_exchange and options.drafter_tok_s is None,
+    )
+
+
+def _spell_exchange(stages: "Stages", split: "Split", links: "Links") -> str:
+    """What the model counts of a divided optimizer state, and what not."""
+    from blockdraft.runtime.memory_plan import spell_bytes
+    from blockdraft.runtime.stages import exchange_seconds
+
+    if not stages.exchanged_bytes:
+        return "  optim.shard: exchanges of weights are part of the measured drafter's rate"
+    seconds = exchange_seconds(stages.exchanged_bytes, split.drafters, links)
+    size = spell_bytes(round(seconds * links.inside * 1e9))
+    return (
+        f"  optim.shard: {seconds * 1e3:.1f} ms of each step are counted for an exchange of weights ({size} into each "
+        f"drafter at --peer-gb-s {links.inside:g}); that a drafter updates only its share is not counted"
     )
 
 

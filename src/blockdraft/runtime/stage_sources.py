@@ -29,6 +29,8 @@ class Rates(NamedTuple):
     target_tok_s: float
     drafter_tok_s: float
     source: str
+    has_exchange: bool = False
+    """Whether the drafter's contains an exchange of weights (optim.shard), as in a run that had one."""
 
 
 def measured_rates(run_dir: Path) -> Rates:
@@ -60,6 +62,7 @@ def measured_rates(run_dir: Path) -> Rates:
         rate / drafters / busy["drafter"],
         f"measured in {run_dir}: {rate:,.0f} tokens/s, targets busy {busy['target']:.0%}, drafters "
         f"{busy['drafter']:.0%}",
+        has_exchange=config.optim.shard and drafters > 1,
     )
 
 

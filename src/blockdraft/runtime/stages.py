@@ -7,9 +7,10 @@ sum their gradients once a step. docs/performance.md has what the model says of 
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-SHARED_GAIN: Final = 1.08
+SHARED_GAIN: Final = 1.026
 """Two sides on one GPU take a little less than one after the other: the gaps of one are filled by the other. Measured
-at Qwen3-8B shapes: 12,952 and 12,522 tokens/s where the sum of both times gives 11,972 and 11,441."""
+over 500 steps at Qwen3-8B shapes (docs/performance.md, 2026-11-30): 16,616 tokens/s where the sum of both times gives
+16,198. Slower drafters of earlier versions left more gaps and gained 8%."""
 BACKWARD_SHARE: Final = 0.6
 """Of a drafter's last micro-batch: the time in which gradients are made, and their sums may already run."""
 PEER_GB_S: Final = 285.0
@@ -33,6 +34,8 @@ class Stages(NamedTuple):
     """Micro-batches of a step over all drafters; where there are more drafters, one of each."""
     reuse: int = 1
     """Passes over what a target has computed once."""
+    exchanged_bytes: float = 0.0
+    """Weights that the drafters of a node hand to each other once a step; none where each keeps the whole state."""
 
 
 class Links(NamedTuple):
@@ -83,17 +86,38 @@ def sum_seconds(gradient_bytes: float, nodes: int, drafters: int, links: Links) 
     return 2 * (count - 1) / count * gradient_bytes / (slowest * 1e9)
 
 
+def exchange_seconds(exchanged_bytes: float, drafters: int, links: Links) -> float:
+    """Until each drafter of a node has what the others updated: (n - 1) / n of the weights come in to it."""
+    return (drafters - 1) / drafters * exchanged_bytes / (links.inside * 1e9)
+
+
 def per_drafter(stages: Stages, nodes: int, drafters: int) -> int:
     """Micro-batches of a step for each drafter."""
     return max(1, stages.accumulation // (nodes * drafters))
 
 
 def drafter_rate(stages: Stages, nodes: int, drafters: int, links: Links, alone_tok_s: float) -> float:
-    """Of one drafter among others: what of a sum does not fit behind its backward is added to each step."""
+    """Of one drafter among others: what of a sum does not fit behind its backward is added to each step.
+
+    So is an exchange of weights, in full: how much of it the updates between its rounds hide was never measured.
+    """
     step_tokens = stages.micro_batch_tokens * per_drafter(stages, nodes, drafters)
-    micro_batch_s = stages.micro_batch_tokens / alone_tok_s
-    exposed_s = sum_seconds(stages.gradient_bytes, nodes, drafters, links) - BACKWARD_SHARE * micro_batch_s
-    return step_tokens / (step_tokens / alone_tok_s + max(0.0, exposed_s))
+    exposed_s = exposed_seconds(stages, nodes, drafters, links, alone_tok_s)
+    exchange_s = exchange_seconds(stages.exchanged_bytes, drafters, links)
+    return step_tokens / (step_tokens / alone_tok_s + exposed_s + exchange_s)
+
+
+def exposed_seconds(stages: Stages, nodes: int, drafters: int, links: Links, alone_tok_s: float) -> float:
+    """What of a sum of gradients its drafter waits for."""
+    hidden_s = BACKWARD_SHARE * stages.micro_batch_tokens / alone_tok_s
+    return max(0.0, sum_seconds(stages.gradient_bytes, nodes, drafters, links) - hidden_s)
+
+
+def _limit_between(stages: Stages, nodes: int, drafters: int, links: Links, alone_tok_s: float) -> str:
+    """Which of the two slows drafters most."""
+    exposed_s = exposed_seconds(stages, nodes, drafters, links, alone_tok_s)
+    is_exchange = exchange_seconds(stages.exchanged_bytes, drafters, links) > exposed_s
+    return "exchanges of weights" if is_exchange else "sums of gradients"
 
 
 def apart(stages: Stages, nodes: int, targets: int, drafters: int, links: Links, gpus_per_target: int = 1) -> Split:
@@ -101,7 +125,8 @@ def apart(stages: Stages, nodes: int, targets: int, drafters: int, links: Links,
     target_rate = nodes * targets * stages.target_tok_s * stages.reuse
     alone = nodes * drafters * stages.drafter_tok_s
     summed = nodes * drafters * drafter_rate(stages, nodes, drafters, links, stages.drafter_tok_s)
-    limit = "targets" if target_rate < summed else "sums of gradients" if summed < 0.95 * alone else "drafters"
+    between = _limit_between(stages, nodes, drafters, links, stages.drafter_tok_s)
+    limit = "targets" if target_rate < summed else between if summed < 0.95 * alone else "drafters"
     return Split(nodes, targets, drafters, gpus_per_target, False, min(target_rate, summed), limit)
 
 
@@ -111,7 +136,7 @@ def shared(stages: Stages, nodes: int, pairs: int, links: Links) -> Split:
     pair = SHARED_GAIN / (1 / target_rate + 1 / stages.drafter_tok_s)
     pair = min(pair, target_rate, stages.drafter_tok_s)
     rate = drafter_rate(stages, nodes, pairs, links, pair)
-    limit = "sums of gradients" if rate < 0.95 * pair else "both sides"
+    limit = _limit_between(stages, nodes, pairs, links, pair) if rate < 0.95 * pair else "both sides"
     return Split(nodes, pairs, pairs, 1, True, nodes * pairs * rate, limit)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockdraft.commands.bench_cases import presets
-from blockdraft.config import ConfigError, DataConfig, RunConfig, RuntimeConfig, to_json
+from blockdraft.config import ConfigError, DataConfig, OptimConfig, RunConfig, RuntimeConfig, to_json
 from blockdraft.runtime.stage_sources import measured_rates, step_flops
 from blockdraft.runtime.stages import (
     Links,
@@ -15,6 +15,7 @@ from blockdraft.runtime.stages import (
     apart,
     best,
     drafter_rate,
+    exchange_seconds,
     fewest_nodes,
     per_drafter,
     shared,
@@ -89,6 +90,22 @@ def test_sums_cost_what_does_not_fit_behind_the_backward() -> None:
     assert drafter_rate(longer, 1, 2, slow, 25_000) > drafter_rate(BALANCED, 1, 2, slow, 25_000)
 
 
+def test_an_exchange_of_weights_costs_its_bytes_whatever_the_backward_hides() -> None:
+    links = Links(inside=100, between=1)
+    assert exchange_seconds(1e9, 1, links) == 0
+    assert exchange_seconds(1e9, 4, links) == pytest.approx(0.0075)
+    quick = Links(inside=1000, between=1000)
+    whole, divided = BALANCED._replace(gradient_bytes=0), BALANCED._replace(gradient_bytes=0, exchanged_bytes=2e9)
+    # 3,300 tokens at 25,000 a second, and half of 2 GB at 1,000 GB/s.
+    assert drafter_rate(whole, 1, 2, quick, 25_000) == 25_000
+    assert drafter_rate(divided, 1, 2, quick, 25_000) == pytest.approx(3_300 / (3_300 / 25_000 + 1e-3))
+    # Between nodes nothing is exchanged: each node holds a whole state.
+    assert drafter_rate(divided, 8, 2, quick, 25_000) == drafter_rate(divided, 1, 2, quick, 25_000)
+    assert apart(divided, 1, 6, 2, Links(inside=5)).limit == "exchanges of weights"
+    assert shared(divided, 1, 8, Links(inside=5)).limit == "exchanges of weights"
+    assert shared(divided._replace(gradient_bytes=4e9), 1, 8, Links(inside=5)).limit == "sums of gradients"
+
+
 def test_many_nodes_are_alike_and_leftover_gpus_stay_out() -> None:
     found = best(splits(BALANCED, 1000, 8, Links()))
     assert found is not None
@@ -101,7 +118,7 @@ def test_many_nodes_are_alike_and_leftover_gpus_stay_out() -> None:
 
 
 def test_nodes_that_sums_take_longer_than_are_left_out_and_nearly_as_fast_is_told_apart() -> None:
-    for between, nodes, fewer in ((1.0, 1, 1), (2.2, 8, 1), (50.0, 8, 8)):
+    for between, nodes, fewer in ((1.0, 1, 1), (2.1, 8, 1), (50.0, 8, 8)):
         every = list(splits(BALANCED, 64, 8, Links(between=between)))
         found = best(every)
         assert found is not None and found.nodes == nodes
@@ -148,6 +165,15 @@ def test_of_a_resumed_run_the_last_start_is_measured(tmp_path: Path) -> None:
         for seconds in (1, 2, 3):
             file.write(json.dumps({"step": 40 + 5 * seconds, "seconds": seconds, "workers": workers}) + "\n")
     assert "5,000 tokens/s, targets busy 50%, drafters 50%" in measured_rates(run).source
+
+
+def test_a_run_that_divided_its_state_has_the_exchange_in_its_rate(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for drafters, expected in ((("cpu",), False), (("cpu", "cpu"), True)):
+        runtime, optim = RuntimeConfig(targets=("cpu",), drafters=drafters), OptimConfig(accumulation=2, shard=True)
+        config = RunConfig(runtime=runtime, optim=optim)
+        (tmp_path / "config.json").write_text(to_json(config))
+        assert measured_rates(tmp_path).has_exchange is expected
 
 
 def test_a_run_that_shows_too_little_is_refused(tmp_path: Path) -> None:
