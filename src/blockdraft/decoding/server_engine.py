@@ -158,16 +158,17 @@ class Connection:
                 body = None if payload is None else json.dumps(payload).encode()
                 connection.request(method, self._base + path, body, self._headers)
                 open_socket.settimeout(_left(end))
-                response = connection.getresponse()
-                chunks = []
-                while True:
-                    # A socket's time-out is for one read; a server that drips would never meet it.
-                    open_socket.settimeout(_left(end))
-                    chunk = response.read1(65536)
-                    if not chunk:
-                        break
-                    chunks.append(chunk)
-                return Reply(response.status, b"".join(chunks), _seconds(response.headers.get("Retry-After")))
+                # The response holds the socket too: left unread, it would keep it open until it is collected.
+                with connection.getresponse() as response:
+                    chunks = []
+                    while True:
+                        # A socket's time-out is for one read; a server that drips would never meet it.
+                        open_socket.settimeout(_left(end))
+                        chunk = response.read1(65536)
+                        if not chunk:
+                            break
+                        chunks.append(chunk)
+                    return Reply(response.status, b"".join(chunks), _seconds(response.headers.get("Retry-After")))
             finally:
                 with self._lock:
                     self._open.discard(open_socket)

@@ -1,9 +1,11 @@
 """A server that answers, fails, stalls, drips and cuts: every prompt ends answered, or failed with its reason."""
 
+import gc
 import json
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -176,6 +178,15 @@ def test_what_never_works_is_a_failure_with_its_reason(serve: Callable[[Handle],
     ]
     # Asked twice, but what the server refused for good once.
     assert [server.seen[prompt] for prompt in prompts] == [2, 2, 2, 2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("trouble", ["stalls", "drips", "cut", "truncated"])
+def test_a_reply_that_is_given_up_leaves_no_socket_open(serve: Callable[[Handle], ChatServer], trouble: str) -> None:
+    list(engine(serve(troubled), retries=0, timeout_s=0.2).answers([chat(f"always {trouble}")]))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        gc.collect()
+    assert [str(one.message) for one in said if "socket" in str(one.message)] == []
 
 
 def test_what_is_asked(serve: Callable[[Handle], ChatServer]) -> None:
