@@ -299,6 +299,7 @@ class Case:
         hidden_MD = torch.randn(min(1920, self.rows), head_VD.shape[1], device=self.run.device, dtype=self.run.dtype)
         product_MV = torch.mm(hidden_MD * 0.3, head_VD.t())
         label_M = self.problem.label_N[: len(product_MV)]
+        ce_M, correct_M = torch.empty(len(label_M), device=label_M.device), torch.empty_like(label_M, dtype=torch.bool)
         between = choose_between("eager" if self.run.options.rehearse else "triton")
         settings: list[tuple[int, int]] = [(0, 0)]
         if not self.run.options.rehearse:
@@ -310,7 +311,7 @@ class Case:
                     from blockdraft.training import head_loss_triton
 
                     head_loss_triton.BLOCK, head_loss_triton.NUM_WARPS = block, warps
-                spent = time_alone(self.run.device, lambda: between(product_MV, label_M, finish))
+                spent = time_alone(self.run.device, lambda: between(product_MV, label_M, finish, ce_M, correct_M))
                 moved = 2 * product_MV.numel() * product_MV.element_size() / spent / 1e9
                 self.run.say(f"{self.name} | between, block {block}, {warps} warps: {spent:.3f} ms, {moved:.2f} TB/s")
                 self.run.keep(f"{self.name} between {block} {warps}", spent)

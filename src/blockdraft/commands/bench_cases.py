@@ -20,7 +20,14 @@ from blockdraft.models.compiled import How, compile_drafter
 from blockdraft.models.drafter import Drafter, DrafterShape
 from blockdraft.models.ends import Ends
 from blockdraft.training.head_kl import choose_slot_kl
-from blockdraft.training.head_loss import Between, between_eager, choose_slot_loss, head_loss
+from blockdraft.training.head_loss import (
+    Between,
+    ScaleRows,
+    between_eager,
+    choose_slot_loss,
+    head_loss,
+    scale_rows_eager,
+)
 from blockdraft.training.loss import SlotLoss, dpace_weights, slot_loss, weighted_loss
 from blockdraft.training.step import MakeAttend
 
@@ -149,7 +156,8 @@ def stack_step(problem: Problem, drafter: Drafter, how: How, attention: Attentio
     def forward() -> Tensor:
         attend = make_attend(problem.shape, problem.document_RT, problem.position_RT, problem.anchor_RA)
         block_position_RQ = block_positions(problem.position_RT, problem.anchor_RA, problem.shape.block_size)
-        return run(problem.features_RTC, problem.position_RT, problem.first_RAD, block_position_RQ, attend)[0]
+        numbers = (problem.features_RTC, problem.position_RT, problem.first_RAD, block_position_RQ)
+        return run(*numbers, attend).flatten(0, 1)
 
     return forward
 
@@ -163,9 +171,18 @@ def choose_between(loss: Loss) -> Between:
     return torch.compile(between_eager, dynamic=False, fullgraph=True) if loss == "inductor" else between_eager
 
 
+def choose_scale_rows(loss: Loss) -> ScaleRows:
+    """The loss's backward, which Inductor leaves as it is."""
+    if loss == "triton":
+        from blockdraft.training.head_loss_triton import scale_rows_triton
+
+        return scale_rows_triton
+    return scale_rows_eager
+
+
 def loss_step(problem: Problem, loss: Loss, chunk_rows: int) -> Callable[[Tensor], Tensor]:
     """The loss of drafted hidden states."""
-    between = choose_between(loss)
+    between, scale_rows = choose_between(loss), choose_scale_rows(loss)
     denominator = float(problem.weight_N.sum())
 
     def run(hidden_ND: Tensor) -> Tensor:
@@ -173,7 +190,7 @@ def loss_step(problem: Problem, loss: Loss, chunk_rows: int) -> Callable[[Tensor
         if loss == "reference":
             found = slot_loss(hidden_ND, problem.label_N, problem.ends, chunk_rows)
         else:
-            found = head_loss(hidden_ND, problem.label_N, problem.ends, chunk_rows, between)
+            found = head_loss(hidden_ND, problem.label_N, problem.ends, chunk_rows, between, scale_rows)
         return weighted_loss(found.ce_N, problem.weight_N, denominator)
 
     return run

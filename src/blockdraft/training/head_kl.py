@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.models.ends import Ends
-from blockdraft.training.head_loss import Finish, even_chunk, float32_product
+from blockdraft.training.head_loss import Finish, ScaleRows, even_chunk, float32_product, scale_rows_eager
 from blockdraft.training.loss import SlotKL, slot_kl
 
 
@@ -37,19 +37,28 @@ def choose_slot_kl(device: torch.device) -> ChosenKL:
         return slot_kl
     # Only GPUs have Triton.
     from blockdraft.training.head_kl_triton import between_kl_triton
+    from blockdraft.training.head_loss_triton import scale_rows_triton
 
     def fused(hidden_ND: Tensor, final_ND: Tensor, ends: Ends, chunk_rows: int) -> SlotKL:
-        return head_kl(hidden_ND, final_ND, ends, chunk_rows, between_kl_triton)
+        return head_kl(hidden_ND, final_ND, ends, chunk_rows, between_kl_triton, scale_rows_triton)
 
     return fused
 
 
-def head_kl(hidden_ND: Tensor, final_ND: Tensor, ends: Ends, chunk_rows: int, between: BetweenKL) -> SlotKL:
+def head_kl(
+    hidden_ND: Tensor,
+    final_ND: Tensor,
+    ends: Ends,
+    chunk_rows: int,
+    between: BetweenKL,
+    scale_rows: ScaleRows = scale_rows_eager,
+) -> SlotKL:
     """What `loss.slot_kl` gives."""
     finish = Finish(ends.logit_multiplier, ends.logit_softcap)
-    return SlotKL(
-        *_HeadKL.apply(hidden_ND, final_ND, ends.head_weight, finish, chunk_rows, between)  # type: ignore[no-untyped-call]
+    found = _HeadKL.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, final_ND, ends.head_weight, finish, chunk_rows, between, scale_rows
     )
+    return SlotKL(*found)
 
 
 class _HeadKL(torch.autograd.Function):
@@ -62,6 +71,7 @@ class _HeadKL(torch.autograd.Function):
         finish: Finish,
         chunk_rows: int,
         between: BetweenKL,
+        scale_rows: ScaleRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_rows, device = len(hidden_ND), hidden_ND.device
         kl_N = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -76,17 +86,16 @@ class _HeadKL(torch.autograd.Function):
             torch.mm(hidden_ND[chunk], head_VD.t(), out=drafter_MV)
             torch.mm(final_ND[chunk], head_VD.t(), out=target_MV)
             kl_N[chunk], drafted_N[chunk], target_N[chunk] = between(drafter_MV, target_MV, finish)
-            gradient_ND[chunk] = float32_product(drafter_MV, head_VD)
+            float32_product(drafter_MV, head_VD, gradient_ND[chunk])
         ctx.save_for_backward(gradient_ND)
-        ctx.dtype = hidden_ND.dtype
+        ctx.dtype, ctx.scale_rows = hidden_ND.dtype, scale_rows
         ctx.mark_non_differentiable(drafted_N, target_N)
         return kl_N, drafted_N, target_N
 
     @staticmethod
     def backward(ctx: Any, grad_kl_N: Tensor, _drafted: None, _target: None) -> tuple[Tensor, *tuple[None, ...]]:
         (gradient_ND,) = ctx.saved_tensors
-        scaled_ND = torch.mul(gradient_ND, grad_kl_N[:, None], out=torch.empty_like(gradient_ND, dtype=ctx.dtype))
-        return scaled_ND, None, None, None, None, None
+        return ctx.scale_rows(gradient_ND, grad_kl_N, ctx.dtype), None, None, None, None, None, None
 
 
 def between_kl_eager(product_MV: Tensor, target_MV: Tensor, finish: Finish) -> tuple[Tensor, Tensor, Tensor]:

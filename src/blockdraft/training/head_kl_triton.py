@@ -25,9 +25,7 @@ def _between_kl_find(
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = row * tl.num_programs(0) + part
     ids = part * SLICE + tl.arange(0, SLICE)
-    x = tl.load(product_ptr + row * stride + ids, mask=ids < NUM_IDS, other=0.0)
-    x, _ = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
-    largest, total = find_slice(x, ids, NUM_IDS)
+    largest, total = find_slice(product_ptr + row * stride, ids, multiplier, softcap, NUM_IDS, HAS_SOFTCAP)
     tl.store(largest_ptr + slot, largest)
     tl.store(total_ptr + slot, total)
 
@@ -41,17 +39,18 @@ def _between_kl_overwrite(
 ) -> None:  # fmt: skip
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = row * P + part
-    largest, log_sum = join_slices(largest_ptr, total_ptr, row, P, P2)
-    target_largest, target_log_sum = join_slices(target_largest_ptr, target_total_ptr, row, P, P2)
+    largest, log_sum, holder = join_slices(largest_ptr, total_ptr, row, P, P2)
+    target_largest, target_log_sum, target_holder = join_slices(target_largest_ptr, target_total_ptr, row, P, P2)
     ids = part * SLICE + tl.arange(0, SLICE)
     inside = ids < NUM_IDS
     x = tl.load(product_ptr + row * stride + ids, mask=inside, other=0.0)
     x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
     y = tl.load(target_ptr + row * stride + ids, mask=inside, other=0.0)
     y, _ = finish_logits(y, multiplier, softcap, HAS_SOFTCAP)
-    own, target_own = tl.load(largest_ptr + slot), tl.load(target_largest_ptr + slot)
-    tl.store(drafted_ptr + slot, first_of(x, own, largest, ids, NUM_IDS))
-    tl.store(chosen_ptr + slot, first_of(y, target_own, target_largest, ids, NUM_IDS))
+    if part == holder:
+        tl.store(drafted_ptr + row, first_of(x, largest, ids, NUM_IDS))
+    if part == target_holder:
+        tl.store(chosen_ptr + row, first_of(y, target_largest, ids, NUM_IDS))
     share = tl.exp(y - target_log_sum)
     tl.store(kl_ptr + slot, tl.sum(tl.where(inside, share * ((y - target_log_sum) - (x - log_sum)), 0.0), 0))
     gradient = (tl.exp(x - log_sum) - share) * multiplier
@@ -73,9 +72,9 @@ def between_kl_triton(product_MV: Tensor, target_MV: Tensor, finish: Finish) -> 
     _between_kl_find[grid](product_MV, *found[:2], *numbers, **constants, num_warps=NUM_WARPS)
     _between_kl_find[grid](target_MV, *found[2:], *numbers, **constants, num_warps=NUM_WARPS)
     kl_MP = torch.empty(num_rows, num_slices, device=device)
-    drafted_MP, chosen_MP = (torch.empty(num_rows, num_slices, dtype=torch.int32, device=device) for _ in range(2))
+    drafted_M, chosen_M = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     _between_kl_overwrite[grid](
-        product_MV, target_MV, *found, kl_MP, drafted_MP, chosen_MP, *numbers, **constants,
+        product_MV, target_MV, *found, kl_MP, drafted_M, chosen_M, *numbers, **constants,
         P=num_slices, P2=triton.next_power_of_2(num_slices), num_warps=NUM_WARPS,
     )  # fmt: skip
-    return kl_MP.sum(1), drafted_MP.amin(1).long(), chosen_MP.amin(1).long()
+    return kl_MP.sum(1), drafted_M, chosen_M

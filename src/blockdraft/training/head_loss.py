@@ -27,9 +27,15 @@ class Finish(NamedTuple):
 class Between(Protocol):
     """The stage between the two products, one pass over a chunk's logits."""
 
-    def __call__(self, product_MV: Tensor, label_M: Tensor, finish: Finish) -> tuple[Tensor, Tensor]:
-        """Returns CE (float32) and correctness; leaves d(CE)/d(product) in `product_MV`."""
+    def __call__(self, product_MV: Tensor, label_M: Tensor, finish: Finish, ce_M: Tensor, correct_M: Tensor) -> None:
+        """Writes CE (float32) and correctness (bool); leaves d(CE)/d(product) in `product_MV`."""
         ...
+
+
+class ScaleRows(Protocol):
+    """The backward: each row times its weight, rounded once."""
+
+    def __call__(self, gradient_ND: Tensor, weight_N: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 
 class ChosenLoss(Protocol):
@@ -43,19 +49,31 @@ def choose_slot_loss(device: torch.device) -> ChosenLoss:
     if device.type != "cuda":
         return slot_loss
     # Only GPUs have Triton; build the step in the main thread, before workers start.
-    from blockdraft.training.head_loss_triton import between_triton
+    from blockdraft.training.head_loss_triton import between_triton, scale_rows_triton
 
     def fused(hidden_ND: Tensor, label_N: Tensor, ends: Ends, chunk_rows: int) -> SlotLoss:
-        return head_loss(hidden_ND, label_N, ends, chunk_rows, between_triton)
+        return head_loss(hidden_ND, label_N, ends, chunk_rows, between_triton, scale_rows_triton)
 
     return fused
 
 
-def head_loss(hidden_ND: Tensor, label_N: Tensor, ends: Ends, chunk_rows: int, between: Between) -> SlotLoss:
+def scale_rows_eager(gradient_ND: Tensor, weight_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """`ScaleRows` in plain operations."""
+    return torch.mul(gradient_ND, weight_N[:, None], out=torch.empty_like(gradient_ND, dtype=dtype))
+
+
+def head_loss(
+    hidden_ND: Tensor,
+    label_N: Tensor,
+    ends: Ends,
+    chunk_rows: int,
+    between: Between,
+    scale_rows: ScaleRows = scale_rows_eager,
+) -> SlotLoss:
     """What `loss.slot_loss` gives: cross-entropy, and whether the label is the largest logit (the first of equals)."""
     finish = Finish(ends.logit_multiplier, ends.logit_softcap)
     ce_N, correct_N = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, label_N, ends.head_weight, finish, chunk_rows, between
+        hidden_ND, label_N, ends.head_weight, finish, chunk_rows, between, scale_rows
     )
     return SlotLoss(ce_N, correct_N)
 
@@ -70,6 +88,7 @@ class _HeadLoss(torch.autograd.Function):
         finish: Finish,
         chunk_rows: int,
         between: Between,
+        scale_rows: ScaleRows,
     ) -> tuple[Tensor, Tensor]:
         num_rows = len(label_N)
         ce_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_ND.device)
@@ -83,24 +102,25 @@ class _HeadLoss(torch.autograd.Function):
             chunk = slice(start, min(start + rows, num_rows))
             product_MV = logits_MV[: chunk.stop - start]
             torch.mm(hidden_ND[chunk], head_VD.t(), out=product_MV)
-            ce_N[chunk], correct_N[chunk] = between(product_MV, label_N[chunk], finish)
-            gradient_ND[chunk] = float32_product(product_MV, head_VD)
+            between(product_MV, label_N[chunk], finish, ce_N[chunk], correct_N[chunk])
+            float32_product(product_MV, head_VD, gradient_ND[chunk])
         ctx.save_for_backward(gradient_ND)
-        ctx.dtype = hidden_ND.dtype
+        ctx.dtype, ctx.scale_rows = hidden_ND.dtype, scale_rows
         ctx.mark_non_differentiable(correct_N)
         return ce_N, correct_N
 
     @staticmethod
-    def backward(ctx: Any, grad_ce_N: Tensor, _grad_correct: None) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad_ce_N: Tensor, _grad_correct: None) -> tuple[Tensor, *tuple[None, ...]]:
         (gradient_ND,) = ctx.saved_tensors
-        scaled_ND = torch.mul(gradient_ND, grad_ce_N[:, None], out=torch.empty_like(gradient_ND, dtype=ctx.dtype))
-        return scaled_ND, None, None, None, None, None
+        return ctx.scale_rows(gradient_ND, grad_ce_N, ctx.dtype), None, None, None, None, None, None
 
 
-def float32_product(left: Tensor, right: Tensor) -> Tensor:
+def float32_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Of 16-bit matrices, summed and written in float32."""
     if left.device.type == "cuda" and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left.float(), right.float())
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(left.float(), right.float(), out=out)
 
 
 def even_chunk(num_rows: int, chunk_rows: int) -> int:
@@ -111,7 +131,7 @@ def even_chunk(num_rows: int, chunk_rows: int) -> int:
     return whole_tiles if whole_tiles <= chunk_rows else even
 
 
-def between_eager(product_MV: Tensor, label_M: Tensor, finish: Finish) -> tuple[Tensor, Tensor]:
+def between_eager(product_MV: Tensor, label_M: Tensor, finish: Finish, ce_M: Tensor, correct_M: Tensor) -> None:
     """The stage in plain operations, float32 throughout; what runs on a CPU and what Inductor may compile."""
     logits_MV = product_MV.float() * finish.multiplier
     if finish.softcap is not None:
@@ -120,12 +140,11 @@ def between_eager(product_MV: Tensor, label_M: Tensor, finish: Finish) -> tuple[
     is_known_M = label_M >= 0
     label_M1 = label_M.clamp(min=0)[:, None]
     log_sum_M = torch.logsumexp(logits_MV, -1)
-    ce_M = torch.where(is_known_M, log_sum_M - logits_MV.gather(1, label_M1)[:, 0], 0.0)
-    correct_M = logits_MV.argmax(-1) == label_M
+    ce_M.copy_(torch.where(is_known_M, log_sum_M - logits_MV.gather(1, label_M1)[:, 0], 0.0))
+    correct_M.copy_(logits_MV.argmax(-1) == label_M)
     ids_V = torch.arange(product_MV.shape[1], device=product_MV.device)
     gradient_MV = torch.exp(logits_MV - log_sum_M[:, None]) - (ids_V == label_M1).float()
     if finish.softcap is not None:
         gradient_MV = gradient_MV * (1 - capped_MV.square())
     gradient_MV = torch.where(is_known_M[:, None], gradient_MV * finish.multiplier, 0.0)
     product_MV.copy_(gradient_MV)
-    return ce_M, correct_M

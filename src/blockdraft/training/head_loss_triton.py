@@ -6,6 +6,7 @@ for other slices, so both run at the pace of memory: logits are read twice and w
 M rows of a chunk, V ids of the head, P slices of a row.
 """
 
+import math
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from blockdraft.training.head_loss import Finish
 SLICE: Final = 4096
 """Ids of a program."""
 NUM_WARPS: Final = 4
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -34,34 +36,42 @@ def finish_logits(x: "Any", multiplier: "Any", softcap: "Any", HAS_SOFTCAP: tl.c
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def find_slice(x: "Any", ids: "Any", NUM_IDS: tl.constexpr) -> "Any":
-    """Maximum of a slice, and the sum of exponentials below it."""
-    x = tl.where(ids < NUM_IDS, x, -float("inf"))
+def find_slice(
+    product_ptr: "Any", ids: "Any", multiplier: "Any", softcap: "Any", NUM_IDS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+) -> "Any":
+    """Maximum of a slice's logits, and the sum of exponentials below it. The multiplier is positive."""
+    x = tl.load(product_ptr + ids, mask=ids < NUM_IDS, other=-float("inf")).to(tl.float32)
+    factor = 1.0
+    if HAS_SOFTCAP:
+        x, _ = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
+        x = tl.where(ids < NUM_IDS, x, -float("inf"))
+    else:
+        # The multiplier is part of the exponential's own factor: a subtraction and a product an id, no more.
+        factor = multiplier
     largest = tl.max(x, 0)
-    return largest, tl.sum(tl.exp(x - largest), 0)
+    return largest * factor, tl.sum(tl.exp2((x - largest) * (factor * LOG2_E)), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_slices(largest_ptr: "Any", total_ptr: "Any", row: "Any", P: tl.constexpr, P2: tl.constexpr) -> "Any":
-    """The row's maximum and the log of its sum of exponentials; P2 is P or the next power of two."""
+    """The row's maximum, the log of its sum of exponentials and the first slice that has the maximum.
+
+    P2 is P or the next power of two. A row of no numbers has its maximum nowhere: slice 0 stands for it.
+    """
     part = tl.arange(0, P2)
     inside = part < P
     largest_P = tl.load(largest_ptr + row * P + part, mask=inside, other=-float("inf"))
     total_P = tl.load(total_ptr + row * P + part, mask=inside, other=0.0)
     largest = tl.max(largest_P, 0)
-    return largest, largest + tl.log(tl.sum(total_P * tl.exp(largest_P - largest), 0))
+    holder = tl.min(tl.where(inside & (largest_P == largest), part, P2), 0)
+    holder = tl.where(holder < P2, holder, 0)
+    return largest, largest + tl.log(tl.sum(total_P * tl.exp(largest_P - largest), 0)), holder
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def first_of(x: "Any", own: "Any", largest: "Any", ids: "Any", NUM_IDS: tl.constexpr) -> "Any":
-    """The first id of a slice that has the row's maximum, as argmax has it; NUM_IDS where none has.
-
-    `own`: the slice's maximum. Nearly every slice has a smaller one than its row and looks for nothing.
-    """
-    first = NUM_IDS
-    if own == largest:
-        first = tl.min(tl.where((x == largest) & (ids < NUM_IDS), ids, NUM_IDS), 0)
-    return first
+def first_of(x: "Any", largest: "Any", ids: "Any", NUM_IDS: tl.constexpr) -> "Any":
+    """The first id of a slice that has the row's maximum, as argmax has it; NUM_IDS where none has."""
+    return tl.min(tl.where((x == largest) & (ids < NUM_IDS), ids, NUM_IDS), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,9 +82,7 @@ def _between_find(
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = row * tl.num_programs(0) + part
     ids = part * SLICE + tl.arange(0, SLICE)
-    x = tl.load(product_ptr + row * stride + ids, mask=ids < NUM_IDS, other=0.0)
-    x, _ = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
-    largest, total = find_slice(x, ids, NUM_IDS)
+    largest, total = find_slice(product_ptr + row * stride, ids, multiplier, softcap, NUM_IDS, HAS_SOFTCAP)
     tl.store(largest_ptr + slot, largest)
     tl.store(total_ptr + slot, total)
     label = tl.load(label_ptr + row)
@@ -88,18 +96,19 @@ def _between_find(
 @triton.jit  # type: ignore[untyped-decorator]
 def _between_overwrite(
     product_ptr: "Any", label_ptr: "Any", largest_ptr: "Any", total_ptr: "Any", at_label_ptr: "Any", ce_ptr: "Any",
-    first_ptr: "Any", stride: "Any", multiplier: "Any", softcap: "Any", NUM_IDS: tl.constexpr,
+    correct_ptr: "Any", stride: "Any", multiplier: "Any", softcap: "Any", NUM_IDS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, SLICE: tl.constexpr, P: tl.constexpr, P2: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    largest, log_sum = join_slices(largest_ptr, total_ptr, row, P, P2)
+    # The last rows first: the cache still holds some of them.
+    row, part = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64), tl.program_id(0)
+    largest, log_sum, holder = join_slices(largest_ptr, total_ptr, row, P, P2)
     label = tl.load(label_ptr + row)
     is_known = label >= 0
     ids = part * SLICE + tl.arange(0, SLICE)
     x = tl.load(product_ptr + row * stride + ids, mask=ids < NUM_IDS, other=0.0)
     x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
-    own = tl.load(largest_ptr + row * P + part)
-    tl.store(first_ptr + row * P + part, first_of(x, own, largest, ids, NUM_IDS))
+    if part == holder:
+        tl.store(correct_ptr + row, (first_of(x, largest, ids, NUM_IDS) == label).to(tl.int8))
     gradient = tl.exp(x - log_sum)
     if HAS_SOFTCAP:
         gradient = gradient * slope
@@ -118,20 +127,39 @@ def _between_overwrite(
         tl.store(ce_ptr + row, tl.where(is_known, log_sum - at_label, 0.0))
 
 
-def between_triton(product_MV: Tensor, label_M: Tensor, finish: Finish) -> tuple[Tensor, Tensor]:
+def between_triton(product_MV: Tensor, label_M: Tensor, finish: Finish, ce_M: Tensor, correct_M: Tensor) -> None:
     """`head_loss.Between` on a GPU."""
     (num_rows, num_ids), device = product_MV.shape, product_MV.device
     num_slices = -(-num_ids // SLICE)
     largest_MP, total_MP = (torch.empty(num_rows, num_slices, device=device) for _ in range(2))
-    first_MP = torch.empty(num_rows, num_slices, dtype=torch.int32, device=device)
-    at_label_M, ce_M = (torch.empty(num_rows, device=device) for _ in range(2))
+    at_label_M = torch.empty(num_rows, device=device)
+    assert finish.multiplier > 0, "the largest product is taken for the largest logit"
     softcap = 1.0 if finish.softcap is None else finish.softcap
     found = (product_MV, label_M, largest_MP, total_MP, at_label_M)
     constants = {"NUM_IDS": num_ids, "HAS_SOFTCAP": finish.softcap is not None, "SLICE": SLICE}
     grid = (num_slices, num_rows)
     _between_find[grid](*found, product_MV.stride(0), finish.multiplier, softcap, **constants, num_warps=NUM_WARPS)
     _between_overwrite[grid](
-        *found, ce_M, first_MP, product_MV.stride(0), finish.multiplier, softcap, **constants,
+        *found, ce_M, correct_M.view(torch.int8), product_MV.stride(0), finish.multiplier, softcap, **constants,
         P=num_slices, P2=triton.next_power_of_2(num_slices), num_warps=NUM_WARPS,
     )  # fmt: skip
-    return ce_M, first_MP.amin(1) == label_M
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(
+    gradient_ptr: "Any", weight_ptr: "Any", scaled_ptr: "Any", stride: "Any", D: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    row, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(gradient_ptr + row * D + index, mask=index < D, other=0.0) * tl.load(weight_ptr + row * stride)
+    tl.store(scaled_ptr + row * D + index, value.to(scaled_ptr.dtype.element_ty), mask=index < D)
+
+
+def scale_rows_triton(gradient_ND: Tensor, weight_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """`head_loss.ScaleRows` on a GPU: torch's product of two types takes three times as long."""
+    scaled_ND = torch.empty_like(gradient_ND, dtype=dtype)
+    (num_rows, width), block = gradient_ND.shape, 2048
+    if num_rows:
+        _scale[(num_rows, triton.cdiv(width, block))](
+            gradient_ND, weight_N, scaled_ND, weight_N.stride(0), D=width, BLOCK=block, num_warps=NUM_WARPS
+        )
+    return scaled_ND

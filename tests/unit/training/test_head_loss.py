@@ -95,18 +95,37 @@ INTERPRETED = """
 import torch
 from unit.training.test_head_loss import FINISHES, distance, problem, run
 from blockdraft.training import head_loss_triton
-from blockdraft.training.head_loss import between_eager, head_loss
+from blockdraft.training.head_loss import Finish, between_eager, head_loss, scale_rows_eager
 head_loss_triton.SLICE = 64
 for dtype in (torch.float32, torch.bfloat16):
     for finish in FINISHES:
         *inputs, ends = problem(dtype, **finish)
         plain = run(head_loss, *inputs, ends, 16, between_eager)
-        found = run(head_loss, *inputs, ends, 16, head_loss_triton.between_triton)
+        stages = head_loss_triton.between_triton, head_loss_triton.scale_rows_triton
+        found = run(head_loss, *inputs, ends, 16, *stages)
         torch.testing.assert_close(found[0], plain[0], rtol=2e-6, atol=0)
         assert torch.equal(found[1], plain[1]), finish
         far = distance(found[2], plain[2].double())
-        # Triton's interpreter cuts to bfloat16 where the hardware rounds: one unit in the last place.
-        assert far < (5e-6 if dtype == torch.float32 else 5e-3), (finish, far)
+        # Triton's interpreter cuts to bfloat16 where the hardware rounds, twice: one unit in the last place each.
+        assert far < (5e-6 if dtype == torch.float32 else 1e-2), (finish, far)
+# Several equal maxima, of one slice and of two; a row of no numbers; rows of the last slice alone.
+logits_MV = torch.zeros(5, 150)
+logits_MV[0, [7, 9, 100]] = 2.0
+logits_MV[1, [70, 140]] = 2.0
+logits_MV[2] = float("nan")
+logits_MV[3:, 149] = 2.0
+label_M, results = torch.tensor([7, 140, 3, 149, -1]), []
+for between in (between_eager, head_loss_triton.between_triton):
+    ce_M, correct_M = torch.full((5,), -9.0), torch.ones(5, dtype=torch.bool)
+    between(logits_MV.clone(), label_M, Finish(0.5, None), ce_M, correct_M)
+    results.append((ce_M, correct_M))
+assert results[1][1].tolist() == results[0][1].tolist() == [True, False, False, True, False]
+torch.testing.assert_close(results[1][0], results[0][0], equal_nan=True)
+# A weight for all rows, as a bare sum's gradient is.
+gradient_ND = torch.randn(4, 2100)
+for weight_N in (torch.randn(4), torch.tensor(0.3).expand(4)):
+    found = head_loss_triton.scale_rows_triton(gradient_ND, weight_N, torch.float32)
+    assert torch.equal(found, scale_rows_eager(gradient_ND, weight_N, torch.float32))
 print("interpreted alike")
 """
 
@@ -127,13 +146,20 @@ def compiled(function, is_capped: bool) -> str:
 
     num_slices = -(-151936 // SLICE)
     constants = {"NUM_IDS": 151936, "HAS_SOFTCAP": is_capped, "SLICE": SLICE, "P": num_slices}
-    constants["P2"] = triton.next_power_of_2(num_slices)
+    constants |= {"P2": triton.next_power_of_2(num_slices), "D": 4096, "BLOCK": 2048}
     types = {"product_ptr": "*bf16", "target_ptr": "*bf16", "label_ptr": "*i64", "correct_ptr": "*i8"}
-    types |= {"drafted_ptr": "*i64", "chosen_ptr": "*i64", "stride": "i32", "multiplier": "fp32", "softcap": "fp32"}
+    types |= {
+        "drafted_ptr": "*i64",
+        "chosen_ptr": "*i64",
+        "scaled_ptr": "*bf16",
+        "stride": "i32",
+        "multiplier": "fp32",
+        "softcap": "fp32",
+    }
     names = function.arg_names
 
     def kind(name: str) -> str:
-        return "constexpr" if name in constants else types.get(name, "*i32" if "first" in name else "*fp32")
+        return "constexpr" if name in constants else types.get(name, "*fp32")
 
     source = ASTSource(
         fn=function,
@@ -153,3 +179,6 @@ def test_the_triton_kernels_compile_for_a_gpu_and_read_16_bytes_at_a_time(is_cap
 
     for name in ("_between_find", "_between_overwrite"):
         assert compiled(vars(head_loss_triton)[name], is_capped).count("ld.global.v4") >= 4
+    scaled = compiled(head_loss_triton._scale, is_capped)
+    assert scaled.count("ld.global.v4") == 4
+    assert scaled.count("st.global.v4") == 2
