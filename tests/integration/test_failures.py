@@ -20,6 +20,7 @@ from blockdraft.data.template import Encoded
 from blockdraft.models.target import Target
 from blockdraft.runtime import pipeline
 from blockdraft.runtime.workers import Stalled, WorkerError
+from blockdraft.training import checkpoint
 from blockdraft.training.checkpoint import list_checkpoints
 from integration.tiny_run import Files, assert_same_run, make_files, run_control, tiny_config, worker_threads
 from tiny_chat import chat
@@ -87,12 +88,32 @@ def test_only_the_first_error_counts(files, tmp_path):
 
 
 def test_an_error_of_the_writer_ends_the_run_with_its_traceback(files, tmp_path, monkeypatch):
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("blockdraft.runtime.saver.write_checkpoint", full)
-    with pytest.raises(WorkerError, match=r"saving failed in the writer:[\s\S]*No space left on device"):
+    monkeypatch.setattr("blockdraft.runtime.saver.write_checkpoint", broken)
+    with pytest.raises(WorkerError, match=r"saving failed in the writer:\nTraceback[\s\S]*Input/output error"):
         run_control(tiny_config(files, tmp_path))
+    assert worker_threads() == []
+
+
+def test_a_disk_that_fills_up_in_a_save_ends_train_with_a_line_and_the_last_checkpoint(
+    files, tmp_path, monkeypatch, capsys
+):
+    whole = checkpoint.write_text
+
+    def full(path: Path, text: str) -> object:
+        if path.parent.name == ".step_00000004.partial":
+            raise OSError(28, "No space left on device")
+        return whole(path, text)
+
+    monkeypatch.setattr(checkpoint, "write_text", full)
+    assert train.run(tiny_config(files, tmp_path, steps=8, save_every=2), train.Options()) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    error, last = said[said.index("error: ") :].splitlines()
+    assert "the checkpoint of step 4 could not be written: No space left on device; it needs " in error
+    assert last.startswith(f"the last complete checkpoint is {tmp_path}/checkpoints/step_00000002; go on with --resume")
     assert worker_threads() == []
 
 

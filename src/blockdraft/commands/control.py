@@ -19,7 +19,7 @@ from blockdraft.commands.checks import resolve_dtypes
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
-from blockdraft.commands.run_directory import check_directory, check_writable, claim, hold, write_environment
+from blockdraft.commands.run_directory import check_directory, check_usable, claim, hold, write_environment
 from blockdraft.commands.skips import Skips
 from blockdraft.commands.stops import StopRequested, Stops
 from blockdraft.commands.tracking import MetricsFile, Tracker, check_trackers, open_trackers
@@ -30,7 +30,7 @@ from blockdraft.runtime.distributed import SUM_SECONDS, NodeLost, join_world, th
 from blockdraft.runtime.memory_fit import compare, explain_shortage, is_shortage
 from blockdraft.runtime.pipeline import Delay, Pipeline, no_delay
 from blockdraft.runtime.reports import Evaluated, MicroBatches, Report, WarmedUp
-from blockdraft.runtime.saver import Saver
+from blockdraft.runtime.saver import Saver, is_full
 from blockdraft.runtime.startup import Protection
 from blockdraft.runtime.workers import WorkerError
 from blockdraft.training.checkpoint import check_shape, leave_behind, read_state, resume_into
@@ -102,7 +102,7 @@ class Control:
         if self.resume is not None:
             check_resumable(self.resume, config)
         if self.is_first_node:
-            check_writable(self.run_dir)
+            check_usable(self.run_dir, is_resumed=self.resume is not None)
             check_trackers(config.trackers)
         self.built: Built = build(config, self.say, node=world.node, num_nodes=world.num_nodes)
         if world.num_nodes > 1:
@@ -292,8 +292,8 @@ class Control:
                 reason = self.world.reason(2.0)
                 raise WorkerError(f"{error}\n{reason}" if reason else str(error)) from error
             if isinstance(error, OSError):
-                what = f"control could not write to {self.run_dir}: {error}"
-                raise WorkerError(f"{what}; free space there\n{traceback.format_exc()}") from error
+                what = f"control could not write to {self.run_dir}: {error}; free space there"
+                raise WorkerError(what if is_full(error) else f"{what}\n{traceback.format_exc()}") from error
             raise
         self._say_end(pipeline)
         return 0

@@ -35,6 +35,17 @@ def check_directory(run_dir: Path, config: RunConfig, contents: Contents, steps_
     check_space(root, copies * contents.num_bytes() - there_already, f"a run that keeps {copies} checkpoints at a time")
 
 
+def check_usable(run_dir: Path, *, is_resumed: bool) -> None:
+    """Refuses a directory that cannot be made or written, or that no run goes on in, before anything is loaded.
+
+    Raises:
+        ConfigError: with what is in the way.
+    """
+    check_writable(run_dir)
+    if is_resumed:
+        starts_before(run_dir / ENVIRONMENT)
+
+
 def check_writable(run_dir: Path) -> None:
     """Refuses a directory that cannot be made or written.
 
@@ -90,7 +101,7 @@ def write_environment(run_dir: Path, built: Built) -> None:
     """When it was started, versions and machine, drafter and data, in environment.json."""
     target, drafter = built.targets[0], built.steps[0].drafter
     environment = {
-        "started": [*_starts_before(run_dir / ENVIRONMENT), datetime.now(UTC).isoformat(timespec="seconds")],
+        "started": [*starts_before(run_dir / ENVIRONMENT), datetime.now(UTC).isoformat(timespec="seconds")],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -112,14 +123,28 @@ def write_environment(run_dir: Path, built: Built) -> None:
     _write(run_dir / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
 
 
-def _starts_before(file: Path) -> list[str]:
-    """Of the run that goes on here."""
+def starts_before(file: Path) -> list[str]:
+    """Of the run that goes on here.
+
+    Raises:
+        ConfigError: the file is another than a run writes.
+    """
     if not file.is_file():
         return []
     try:
-        starts: list[str] = json.loads(file.read_text(encoding="utf-8")).get("started", [])
+        found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: expected JSON, found: {error}; remove it, it is written again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{file}: expected a JSON object, found {type(found).__name__}; remove it, it is written again"
+        )
+    starts = found.get("started", [])
+    if not isinstance(starts, list):
+        raise ConfigError(
+            f"{file}: expected started to be a list of moments, found {type(starts).__name__}; remove the file, it is "
+            "written again"
+        )
     return starts
 
 

@@ -22,6 +22,7 @@ from blockdraft.models.compiled import How
 from blockdraft.models.drafter import DrafterShape
 from blockdraft.models.outline import Outline
 from blockdraft.models.target_split import layer_devices
+from blockdraft.runtime.transfers import Carried, page_locked_blocks
 from blockdraft.training.head_loss import even_chunk
 from blockdraft.training.shards import share_out
 
@@ -98,6 +99,8 @@ def plan_memory(config: RunConfig, sizes: Sizes) -> MemoryPlan:
         parts += _drafter_parts(config, sizes, name, held)
     parts.append(Part(HOST, "copy for checkpoints", checkpoint_bytes(config, sizes.shape), False))
     parts.append(Part(HOST, "micro-batches", micro_batch_bytes(config, sizes), False))
+    locked = len(config.runtime.drafters) * page_locked_bytes(config, sizes) if uses_gpus(config) else 0
+    parts.append(Part(HOST, "page-locked blocks", locked, False))
     if config.runtime.keep_features:
         parts.append(Part(HOST, "kept features", sizes.kept_slots * slot_bytes(config, sizes), False))
     return MemoryPlan(tuple(part for part in parts if part.bytes))
@@ -179,6 +182,31 @@ def micro_batch_bytes(config: RunConfig, sizes: Sizes) -> int:
     one = 13 * anchors * (sizes.shape.block_size - 1) + 8 * rows + 8 * anchors
     passes = max(2 * config.optim.accumulation, config.runtime.reuse)
     return passes * one + -(-passes // config.runtime.reuse) * 24 * data.num_rows * data.row_length
+
+
+def uses_gpus(config: RunConfig) -> bool:
+    """Whether a side of the run is on a GPU."""
+    return any(not name.startswith("cpu") for name in (*config.runtime.targets, *config.runtime.drafters))
+
+
+def page_locked_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Of a drafter's blocks that micro-batches go to the GPU from, taken before the first step and kept.
+
+    64 blocks of every power of two from 512 bytes to the largest tensor, the target's batches included (16 bytes for
+    each of `data.target_tokens`), and of each tensor below one rounded up to such a power, (queue + slots + 2) * reuse
+    times: 8 K three times, 8 R A, 8 N, N, 4 N, 8 B (`transfers.page_locked_blocks`).
+    """
+    data, n = config.data, count_tokens(config, sizes.shape)
+    carried = Carried(
+        tokens=n.context,
+        anchors=n.first - n.rows,
+        block_size=sizes.shape.block_size,
+        target_tokens=data.target_tokens,
+        reuse=config.runtime.reuse,
+        row_budget=sizes.row_budget,
+        depth=config.runtime.channel_depth,
+    )
+    return sum(size * number for size, number in page_locked_blocks(carried).items())
 
 
 def moments_bytes(config: RunConfig) -> int:

@@ -5,7 +5,9 @@ Where the drafters of a node divide the optimizer's state, drafter 0 copies thei
 room for one copy: a save that comes while the one before is still being written waits for it.
 """
 
+import errno
 import queue
+import shutil
 import threading
 import time
 import traceback
@@ -19,16 +21,35 @@ from torch import Tensor
 
 from blockdraft.config import ConfigError
 from blockdraft.runtime.spans import Lane
-from blockdraft.training.checkpoint import Best, Contents, record_best, write_checkpoint
+from blockdraft.training.checkpoint import BEST, Best, Contents, record_best, write_checkpoint
 
 BLOCK_BYTES = 2**30
 """torch rounds page-locked memory up to powers of two; so it is taken in blocks of one."""
 ALIGN_BYTES = 256
+SMALL_BYTES = 4096
+"""A block of a file system, which the smallest file takes."""
 POLL_SECONDS = 0.05
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a file system says that takes no more: of the disk, of the user, of the file."""
 
 
 class Abandoned(RuntimeError):
     """The run ended in a way that leaves this checkpoint without its metrics."""
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a file system took no more."""
+    return error.errno in FULL
+
+
+def _spell_full(root: Path, what: str, num_bytes: int, error: OSError) -> str:
+    """What was to be written, where, what it needs and what is there; what was half-written is gone by now."""
+    free = shutil.disk_usage(root).free
+    return (
+        f"{root}: {what} could not be written: {error.strerror}; it needs {num_bytes:,} bytes, {free:,} are free there "
+        "without it; free more, or lower --keep-last, and go on with --resume auto. Complete checkpoints stay as they "
+        "are"
+    )
 
 
 class Side(NamedTuple):
@@ -229,6 +250,11 @@ class Saver:
                     tick=self.tick,
                     before_rename=lambda: self._await_metrics(copy.steps_done),
                 )
+        except OSError as error:
+            if not is_full(error):
+                raise
+            what = f"the checkpoint of step {copy.steps_done}"
+            raise ConfigError(_spell_full(self.root, what, copy.num_bytes(), error)) from error
         finally:
             self._has_room.release()
 
@@ -238,7 +264,13 @@ class Saver:
             raise Abandoned
 
     def _record(self, candidate: Best) -> None:
-        if record_best(self.root, candidate, self.keep_last):
+        try:
+            is_best = record_best(self.root, candidate, self.keep_last)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise ConfigError(_spell_full(self.root, BEST, SMALL_BYTES, error)) from error
+        if is_best:
             self.say(
                 f"best checkpoint so far: step {candidate.steps_done}, acceptance length "
                 f"{candidate.acceptance_length:.2f}"

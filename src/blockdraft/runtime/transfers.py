@@ -3,7 +3,7 @@
 R rows, T tokens of a row, A anchors, S drafted slots, M rows of the head; B documents and P tokens of a target batch.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -18,23 +18,52 @@ ON_THE_WAY: Final = 2
 """Fills of a drafter that are neither queued nor in a slot: one is being queued, of one copies are under way."""
 
 
-def page_locked_blocks(config: LoaderConfig, row_budget: int | None, depth: int) -> dict[int, int]:
+class Carried(NamedTuple):
+    """What decides the sizes of the tensors that travel."""
+
+    tokens: int
+    """R * T"""
+    anchors: int
+    """R * A"""
+    block_size: int
+    target_tokens: int
+    reuse: int
+    row_budget: int | None
+    """M"""
+    depth: int
+    """Slots of a drafter."""
+
+
+def page_locked_blocks(carried: Carried) -> dict[int, int]:
     """How many blocks of which size a drafter's part of the steady state needs.
 
     Sizes are powers of two, as torch hands page-locked memory out, up to the largest tensor of a slot's contents.
-    `depth`: slots of a drafter. Every fill under way has the tensors of all its passes.
+    Every fill under way has the tensors of all its passes.
     """
-    rows, anchors = config.num_rows * config.row_length, config.num_rows * config.num_anchors
-    drafted = anchors * (config.block_size - 1)
-    tensors = [8 * rows] * 3 + [8 * anchors, 8 * drafted, drafted, 4 * drafted, 8 * (row_budget or 0)]
+    drafted = carried.anchors * (carried.block_size - 1)
+    tensors = [8 * carried.tokens] * 3
+    tensors += [8 * carried.anchors, 8 * drafted, drafted, 4 * drafted, 8 * (carried.row_budget or 0)]
     sizes = [SMALLEST_BYTES]
-    while sizes[-1] < max(*tensors, 16 * config.target_tokens):
+    while sizes[-1] < max(*tensors, 16 * carried.target_tokens):
         sizes.append(2 * sizes[-1])
     found = dict.fromkeys(sizes, BLOCKS)
     for tensor in tensors:
         size = next(size for size in sizes if size >= tensor)
-        found[size] += (QUEUE_LIMIT + depth + ON_THE_WAY) * config.reuse
+        found[size] += (QUEUE_LIMIT + carried.depth + ON_THE_WAY) * carried.reuse
     return found
+
+
+def carried_by(config: LoaderConfig, row_budget: int | None, depth: int) -> Carried:
+    """What a loader hands out."""
+    return Carried(
+        tokens=config.num_rows * config.row_length,
+        anchors=config.num_rows * config.num_anchors,
+        block_size=config.block_size,
+        target_tokens=config.target_tokens,
+        reuse=config.reuse,
+        row_budget=row_budget,
+        depth=depth,
+    )
 
 
 def take_page_locked(config: LoaderConfig, num_drafters: int, row_budget: int | None, depth: int) -> None:
@@ -43,7 +72,7 @@ def take_page_locked(config: LoaderConfig, num_drafters: int, row_budget: int | 
     Taking more waits until every GPU of the process is idle, so it must not happen while one waits for another in a
     collective.
     """
-    found = page_locked_blocks(config, row_budget, depth)
+    found = page_locked_blocks(carried_by(config, row_budget, depth))
     sizes = [size for size, number in found.items() for _ in range(number * num_drafters)]
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
     del blocks

@@ -16,6 +16,7 @@ from blockdraft.config import (
     RuntimeConfig,
     TargetConfig,
 )
+from blockdraft.data.loader import LoaderConfig
 from blockdraft.data.packing import Bucket
 from blockdraft.models.compiled import How
 from blockdraft.models.drafter import Drafter, DrafterShape, TargetFacts
@@ -26,12 +27,14 @@ from blockdraft.runtime.memory_plan import (
     Sizes,
     drafter_parameters,
     micro_batch_bytes,
+    page_locked_bytes,
     plan_memory,
     slot_bytes,
     spell_bytes,
     step_peak,
     weight_sizes,
 )
+from blockdraft.runtime.transfers import take_page_locked
 
 
 def sizes(shape: DrafterShape, layer: int = 192_946_432) -> Sizes:
@@ -141,7 +144,7 @@ def test_what_the_objective_and_the_config_add() -> None:
     assert total(base) - total(float8) == 34 * 192_946_432
     kept = plan_memory(replace(base, runtime=replace(base.runtime, keep_features=True)), LARGE)
     assert kept.total("host") - plan_memory(base, LARGE).total("host") == 10 * 2 * 4097 * 5 * 4096
-    loader = micro_batch_bytes(base, LARGE)
+    loader = micro_batch_bytes(base, LARGE) + page_locked_bytes(base, LARGE)
     # bf16 weights, float32 masters and two moments, copied to be written.
     assert plan_memory(base, LARGE).total("host") == (2 + 4 + 8) * drafter_parameters(LARGE.shape) + loader
     rounded = replace(base, optim=OptimConfig(optimizer="adamw_bf16"))
@@ -244,6 +247,33 @@ def test_the_loader_holds_two_steps_or_all_passes_of_a_slot() -> None:
     assert micro_batch_bytes(base, LARGE._replace(row_budget=800)) == 2 * (one + 8 * 800 + fill)
     assert micro_batch_bytes(replace(base, optim=OptimConfig(accumulation=4)), LARGE) == 8 * (one + fill)
     assert micro_batch_bytes(replace(base, runtime=replace(base.runtime, reuse=5)), LARGE) == 5 * one + fill
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_page_locked_blocks_are_the_hosts_and_those_that_a_run_takes(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    loader_config = LoaderConfig(
+        row_length=4096, num_rows=2, num_anchors=512, sort_window=8, target_tokens=8192, block_size=16,
+        weight_L=(1.0,) * 16, after_gap=False, seed=0, num_drafters=count, accumulation=count, reuse=3,
+    )  # fmt: skip
+    taken: list[int] = []
+
+    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> None:
+        assert dtype is torch.uint8 and pin_memory
+        taken.append(size)
+
+    monkeypatch.setattr("blockdraft.runtime.transfers.torch.empty", empty)
+    take_page_locked(loader_config, count, 700, 4)
+    devices = ("cuda:0",) * count
+    base = replace(config(devices, devices), data=replace(DATA, num_rows=2, target_tokens=8192))
+    base = replace(base, runtime=replace(base.runtime, reuse=3, channel_depth=4))
+    plan = plan_memory(base, LARGE._replace(row_budget=700))
+    (part,) = (part for part in plan.parts if part.name == "page-locked blocks")
+    assert (part.device, part.bytes, part.passes) == ("host", sum(taken), False)
+    assert "page-locked blocks" in plan.lines()[-1] and plan.lines()[-1].startswith("memory plan, host: ")
+    on_cpu = plan_memory(replace(base, runtime=replace(base.runtime, targets=("cpu",), drafters=("cpu",))), LARGE)
+    assert "page-locked" not in " ".join(on_cpu.lines())
 
 
 def test_masks_of_plain_attention_are_counted() -> None:

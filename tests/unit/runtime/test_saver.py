@@ -1,6 +1,7 @@
 """Saving beside training: what is written is what was there when it was asked for."""
 
 import contextlib
+import os
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ from blockdraft.config import ConfigError, OptimConfig, RunConfig
 from blockdraft.runtime import saver as module
 from blockdraft.runtime.saver import Saver, Snapshot
 from blockdraft.runtime.spans import Lane
+from blockdraft.training import checkpoint
 from blockdraft.training.checkpoint import Best, contents_of, list_checkpoints, read_best, verify
 from blockdraft.training.optim import MasterOptimizer
 from integration.tiny import tiny_drafter, tiny_target
@@ -122,17 +124,54 @@ def test_waiting_ends_when_the_run_does(tmp_path, gate):
 def test_an_error_ends_the_run_and_every_later_save(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
 
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(module, "write_checkpoint", full)
+    monkeypatch.setattr(module, "write_checkpoint", broken)
     bench.saver.save(1)
     bench.saver.save(2)
     bench.finish()
     assert len(bench.errors) == 1
     assert bench.errors == [bench.saver.error]
     assert "saving failed in the writer:\nTraceback" in bench.saver.error
-    assert "No space left on device" in bench.saver.error
+    assert "Input/output error" in bench.saver.error
+
+
+@pytest.mark.parametrize("number", [28, 122, 27])
+def test_a_disk_that_fills_up_in_a_save_is_said_with_numbers_and_without_a_traceback(tmp_path, monkeypatch, number):
+    bench, whole, reason = Bench(tmp_path), checkpoint.write_text, os.strerror(number)
+
+    def full(path: Path, text: str) -> object:
+        if path.parent.name == ".step_00000002.partial":
+            raise OSError(number, reason)
+        return whole(path, text)
+
+    monkeypatch.setattr(checkpoint, "write_text", full)
+    bench.saver.save(1)
+    bench.saver.save(2)
+    bench.finish()
+    (message,) = bench.errors
+    needed = bench.saver.contents_at(2).num_bytes()
+    assert message.startswith(
+        f"saving failed: {tmp_path}: the checkpoint of step 2 could not be written: {reason}; it needs {needed:,} "
+    )
+    assert " are free there without it; " in message and "--resume auto" in message and "Traceback" not in message
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_a_best_that_the_disk_does_not_take_is_said_alike(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "record_best", full)
+    bench.saver.save(1)
+    bench.saver.evaluated(1, 2.0)
+    bench.finish()
+    (message,) = bench.errors
+    assert message.startswith(f"saving failed: {tmp_path}: best.json could not be written: No space left on device; ")
+    assert "Traceback" not in message
 
 
 def test_a_full_disk_is_said_without_a_traceback(tmp_path, monkeypatch):

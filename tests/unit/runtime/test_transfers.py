@@ -6,7 +6,7 @@ import pytest
 
 from blockdraft.data.loader import Fill, Loader, LoaderConfig
 from blockdraft.runtime.channel import QUEUE_LIMIT
-from blockdraft.runtime.transfers import BLOCKS, page_locked_blocks
+from blockdraft.runtime.transfers import BLOCKS, carried_by, page_locked_blocks
 from unit.data.test_loader import config, store_of
 
 
@@ -15,7 +15,7 @@ def test_it_is_taken_in_every_size_that_a_slot_needs():
         row_length=4096, num_rows=1, num_anchors=512, sort_window=8, target_tokens=8192, block_size=16,
         weight_L=(1.0,) * 16, after_gap=False, seed=0, num_drafters=1, accumulation=1, reuse=1,
     )  # fmt: skip
-    found = page_locked_blocks(large, None, 2)
+    found = page_locked_blocks(carried_by(large, None, 2))
     assert list(found) == [512 * 2**i for i in range(len(found))]
     # Labels are 512 x 15 numbers of 8 bytes, a target batch twice its budget at most.
     assert max(found) == 131072
@@ -37,7 +37,7 @@ def test_all_that_is_under_way_finds_a_block(reuse, num_anchors):
     loader_config = config(row_length=64, num_rows=4, num_anchors=num_anchors, reuse=reuse, target_tokens=256)
     loader = Loader(store_of(lengths), loader_config)  # type: ignore[arg-type]
     loader.fix_row_budget(20 * reuse)
-    taken = page_locked_blocks(loader_config, loader.row_budget, depth)
+    taken = page_locked_blocks(carried_by(loader_config, loader.row_budget, depth))
     # A full queue, every slot, what the loader has in hand, and a drafter's last fill.
     under_way = list(loader.fills(0, 20 * reuse))[: QUEUE_LIMIT + depth + 2]
     assert len(under_way) == QUEUE_LIMIT + depth + 2
