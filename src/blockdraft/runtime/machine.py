@@ -3,6 +3,7 @@
 Nothing here allocates on a GPU or changes a file.
 """
 
+import ctypes
 import os
 import platform
 import re
@@ -121,14 +122,22 @@ def _gpus() -> Iterator[Finding]:
 
 def _driver() -> Finding:
     kernel = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0] if DRIVER_FILE.is_file() else "unknown"
-    # Only builds with CUDA have it.
-    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    number = _driver_version()
     able = f"{number // 1000}.{number % 1000 // 10}"
     built = torch.version.cuda
     result = f"CUDA {able} ({kernel.split('  ')[0].strip()}), torch is built for {built}"
     if built is not None and int(built.split(".")[0]) > number // 1000:
         return Finding("driver", "FAIL", result, "install a newer driver, or torch built for an older CUDA")
     return Finding("driver", "ok", result)
+
+
+def _driver_version() -> int:
+    """CUDA's version that the installed driver is able to, 13000 for 13.0. torch has it, but no name for it."""
+    number = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    if status != 0:
+        raise RuntimeError(f"cuDriverGetVersion: expected 0, found error {status}; reinstall the driver")
+    return number.value
 
 
 def _gpu(index: int) -> Finding:

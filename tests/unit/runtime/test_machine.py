@@ -65,6 +65,30 @@ def test_corrupt_cache_entries_are_named_and_left(tmp_path: Path) -> None:
     assert found.verdict == "ok"
 
 
+class Driver:
+    """libcuda, as far as it is asked."""
+
+    def cuDriverGetVersion(self, number) -> int:
+        number._obj.value = 13010
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("built", "verdict", "words"),
+    [
+        ("13.0", "ok", "CUDA 13.1 (unknown), torch is built for 13.0"),
+        ("14.0", "FAIL", "torch is built for 14.0; install a newer driver"),
+    ],
+)
+def test_the_driver_is_asked_for_its_version(monkeypatch, tmp_path: Path, built, verdict, words) -> None:
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _name: Driver())
+    monkeypatch.setattr(machine, "DRIVER_FILE", tmp_path / "none")
+    monkeypatch.setattr(torch.version, "cuda", built)
+    found = machine._driver()
+    assert found.verdict == verdict
+    assert words in str(found)
+
+
 class Facts:
     name, total_memory, shared_memory_per_block_optin = "Card", 24 * 2**30, 99 * 1024
     major, minor = 12, 0
