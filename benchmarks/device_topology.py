@@ -3,8 +3,9 @@
 usage: python benchmarks/device_topology.py [--split 5+3] [--pairs] [--shapes qwen3.6-27b] [--steps 200] [--compare 30]
            [--trace FILE.json] [--how kernels]
 
-Targets take the first devices, drafters the next ones; `--pairs` ties target i to drafter i. `--device cpu` rehearses
-it on threads. Prints tokens per second, what each worker's time went into, depth of the channel, start-up, compilations
+Targets take the first devices, drafters the next ones; `--pairs` ties target i to drafter i. `--crowded` puts several
+workers on a GPU: order, sums, memory and losses show with fewer GPUs, speeds do not. `--device cpu` rehearses it
+on threads. Prints tokens per second, what each worker's time went into, depth of the channel, start-up, compilations
 after warm-up, memory, waits for the interpreter lock; each side alone and what `blockdraft plan` makes of
 them; and the losses beside those of one target and one drafter with the same micro-batches.
 """
@@ -84,17 +85,21 @@ class Split(NamedTuple):
     drafters: list[str]
 
     @staticmethod
-    def of(text: str, device: str) -> "Split":
-        """Such as 5+3: the first five GPUs and the next three."""
+    def of(text: str, device: str, is_crowded: bool) -> "Split":
+        """Such as 5+3: the first five GPUs and the next three; crowded, a GPU for each drafter and targets in turn."""
         num_targets, num_drafters = map(int, text.split("+"))
         names = [device] * 99 if device == "cpu" else [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        if is_crowded:
+            if len(names) < num_drafters:
+                raise SystemExit(f"--split {text} --crowded needs {num_drafters} GPUs, found {len(names)}")
+            return Split([names[index % len(names)] for index in range(num_targets)], names[:num_drafters])
         if len(names) < num_targets + num_drafters:
             raise SystemExit(f"--split {text} needs {num_targets + num_drafters} GPUs, found {len(names)}")
         return Split(names[:num_targets], names[num_targets : num_targets + num_drafters])
 
 
 def run(args: argparse.Namespace) -> None:
-    split = Split.of(args.split, args.device)
+    split = Split.of(args.split, args.device, args.crowded)
     is_gpu = args.device != "cpu"
     with LockProbe() as idle:
         time.sleep(0.5)
@@ -225,6 +230,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--split", default="5+3", help="targets + drafters")
     parser.add_argument("--pairs", action="store_true", help="target i feeds drafter i")
+    parser.add_argument("--crowded", action="store_true", help="several workers a GPU: what holds with fewer GPUs")
     parser.add_argument("--shapes", choices=list(TARGETS), default="qwen3.6-27b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--how", choices=["kernels", "stack", "layer"], default="kernels", help="drafters run")
