@@ -121,14 +121,15 @@ def head_calls(widths: Widths, rows: Rows, dtype: torch.dtype) -> Iterator[Call]
     values_NF = make(rows.num_unique, widths.num_kv_heads * widths.dim)
     yield Call("expand first values", "expand_rows", (values_NF, expand), {})
     upstream_MF = make(rows.num_block, widths.num_kv_heads * widths.dim)
-    yield Call("sum first values", "sum_rows", (upstream_MF, expand), {})
+    yield Call("sum first values", "sum_rows_onto", (torch.empty_like(values_NF), upstream_MF, expand), {})
+    yield Call("copy values", "sum_rows_onto", (torch.empty_like(upstream_MF), upstream_MF, None), {}, 1)
 
 
 def inner_calls(widths: Widths, rows: Rows, dtype: torch.dtype) -> Iterator[Call]:
     make = draw(dtype)
-    gate_NI, up_NI, upstream_NI = (make(rows.num_block, widths.inner) for _ in range(3))
-    yield Call("swiglu", "swiglu", (gate_NI, up_NI), {}, 1)
-    yield Call("swiglu back", "swiglu_backward_onto", (upstream_NI, gate_NI, up_NI), {}, 1)
+    product_NJ, upstream_NI = make(rows.num_block, 2 * widths.inner), make(rows.num_block, widths.inner)
+    yield Call("swiglu", "swiglu", (product_NJ,), {}, 1)
+    yield Call("swiglu back", "swiglu_backward_onto", (upstream_NI, product_NJ), {}, 1)
 
 
 MAKERS = (norm_calls, head_calls, inner_calls)
@@ -142,6 +143,8 @@ def made(ops: object, call: Call, dtype: torch.dtype | None = None) -> list[Tens
     ]
     inputs = [own.pop(0) if isinstance(value, Tensor) else value for value in call.inputs]
     found = getattr(ops, call.name)(*inputs, **call.options)
+    # One that returns nothing writes to its first argument.
+    found = inputs[0] if found is None else found
     return [found] if isinstance(found, Tensor) else list(found)
 
 
@@ -152,7 +155,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 def num_bytes(call: Call, results: list[Tensor | None]) -> int:
     """Everything once: inputs that are read, results that are written."""
     is_given = call.name == "add_norm" and call.inputs[1] is None  # the sum is the input
-    written = results[1:] if is_given else results
+    written = results[1:] if is_given else results if call.name != "sum_rows_onto" else []
     return sum(value.nbytes for value in (*call.inputs, *written) if isinstance(value, Tensor))
 
 

@@ -110,14 +110,14 @@ def products_floor(
 
 # fmt: off
 CLASSES = {
-    "loss between products": ("_between",),
+    "loss between products": ("_between", "_scale"),
     "attention backward": ("query_kernel", "context_kernel", "block_kernel", "delta_kernel"),
     "attention forward": ("forward_kernel",),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk", "triton_mm", "triton_tem_fused_mm"),
     "copies": ("Memcpy", "Memset"),
     "fused elementwise": (
         "triton_", "norm_kernel", "norm_backward", "rotate_", "turn_back", "mask_row", "expand_kernel", "sum_kernel",
-        "reduce_kernel", "swiglu_", "drafted_kernel", "rotary_", "ranges_kernel", "spans_kernel",
+        "reduce_kernel", "swiglu_", "drafted_kernel", "place_kernel", "rotary_", "ranges_kernel", "spans_kernel",
     ),
 }
 # fmt: on

@@ -105,8 +105,11 @@ def norm_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["num_parts", "first", "step"])
-def reduce_kernel(part_ptr, out_ptr, num_parts, first, step, D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of lines [groups, num_parts, D]; the one of group g is written to row first + g * step."""
+def reduce_kernel(
+    part_ptr, out_ptr, num_parts, first, step,
+    D: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of lines [groups, num_parts, D]; the one of group g is written to row first + g * step, of `LINE`."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     group = tl.program_id(1).to(tl.int64)
     part = tl.arange(0, PARTS)[:, None]
@@ -116,7 +119,7 @@ def reduce_kernel(part_ptr, out_ptr, num_parts, first, step, D: tl.constexpr, PA
         line = start + part
         total += tl.load(part_ptr + line.to(tl.int64) * D, mask=(line < num_parts) & (index < D), other=0.0)
     found = tl.sum(total, axis=0)[None, :]
-    tl.store(out_ptr + (first + group * step) * D + index, found.to(out_ptr.dtype.element_ty), mask=index < D)
+    tl.store(out_ptr + (first + group * step) * LINE + index, found.to(out_ptr.dtype.element_ty), mask=index < D)
 
 
 @triton.jit
@@ -140,8 +143,9 @@ def _halves(ptr, index, E: tl.constexpr):
 
 
 @triton.jit
-def _store_heads(ptr, head, index, mask, first, second, E: tl.constexpr):
-    ptr += head.to(tl.int64)[:, None] * E + index
+def _store_heads(ptr, head, row, index, mask, first, second, E: tl.constexpr, GAP: tl.constexpr):
+    # Heads are counted over all rows, and each row is so much longer than its heads.
+    ptr += head.to(tl.int64)[:, None] * E + index + row.to(tl.int64)[:, None] * GAP
     tl.store(ptr, first.to(ptr.dtype.element_ty), mask=mask)
     tl.store(ptr + E // 2, second.to(ptr.dtype.element_ty), mask=mask)
 
@@ -175,7 +179,7 @@ def rotate_kernel(
     first_weight, second_weight = _halves(weight_ptr, index, E)
     rstd = _rstd(first, second, eps, E)
     first, second = _turn(first * rstd * first_weight, second * rstd * second_weight, cos, sin)
-    _store_heads(out_ptr, head, index, mask, first, second, E)
+    _store_heads(out_ptr, head, row, index, mask, first, second, E, 0)
 
 
 @triton.jit
@@ -198,7 +202,8 @@ def _store_share(part_ptr, line, index, share_1, share_2, E: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "num_anchors"])
 def rotate_backward_kernel(
     upstream_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, gradient_ptr, part_ptr, num_rows, num_anchors, eps,
-    H: tl.constexpr, E: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, L: tl.constexpr, EXPAND: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, L: tl.constexpr,
+    EXPAND: tl.constexpr,
 ):  # fmt: skip
     """A program takes every P-th tile of heads of all rows, with `EXPAND` of the anchors' rows."""
     index = tl.arange(0, HALF)[None, :]
@@ -218,7 +223,7 @@ def rotate_backward_kernel(
         gradient_1, gradient_2, share_1, share_2 = _unnorm(up_1, up_2, x_1, x_2, weight_1, weight_2, eps, E)
         all_1 += share_1
         all_2 += share_2
-        _store_heads(gradient_ptr, row * H + head, index, mask, gradient_1, gradient_2, E)
+        _store_heads(gradient_ptr, row * H + head, row, index, mask, gradient_1, gradient_2, E, LINE - H * E)
     _store_share(part_ptr, tl.program_id(0), index, all_1, all_2, E)
 
 
@@ -248,13 +253,13 @@ def turn_back_kernel(
     sum_2 = tl.sum(tl.reshape(all_2, [ROWS, HEADS, HALF]), axis=0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     line = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    _store_heads(part_ptr, line * H + head, index, (head < H)[:, None] & (index < E // 2), sum_1, sum_2, E)
+    _store_heads(part_ptr, line * H + head, head, index, (head < H)[:, None] & (index < E // 2), sum_1, sum_2, E, 0)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_anchors", "num_lines"])
 def mask_row_kernel(
     sum_ptr, x_ptr, weight_ptr, gradient_ptr, part_ptr, num_parts, num_anchors, num_lines, eps,
-    H: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr, HALF: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """A program finishes one head of one mask token's row from the sums [R, P, F].
 
@@ -269,14 +274,15 @@ def mask_row_kernel(
         up_1, up_2 = _heads(sum_ptr, (group * num_parts + part) * H + head, index, mask, E)
         all_1 += up_1
         all_2 += up_2
-    row = (group * (num_anchors + 1) + num_anchors) * H + head + tl.arange(0, 1)
-    x_1, x_2 = _heads(x_ptr, row, index, index < E // 2, E)
+    row = group * (num_anchors + 1) + num_anchors + tl.arange(0, 1)
+    head += row * H
+    x_1, x_2 = _heads(x_ptr, head, index, index < E // 2, E)
     weight_1, weight_2 = _halves(weight_ptr, index, E)
     gradient_1, gradient_2, share_1, share_2 = _unnorm(
         tl.sum(all_1, axis=0)[None, :], tl.sum(all_2, axis=0)[None, :], x_1, x_2, weight_1, weight_2, eps, E
     )
-    _store_heads(gradient_ptr, row, index, index < E // 2, gradient_1, gradient_2, E)
-    _store_share(part_ptr, num_lines + group * H + head, index, share_1, share_2, E)
+    _store_heads(gradient_ptr, head, row, index, index < E // 2, gradient_1, gradient_2, E, LINE - H * E)
+    _store_share(part_ptr, num_lines + group * H + tl.program_id(0), index, share_1, share_2, E)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_anchors"])
@@ -293,10 +299,22 @@ def expand_kernel(
     tl.store(out_ptr + row.to(tl.int64) * F + index, value, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def place_kernel(
+    x_ptr, out_ptr, num_rows, F: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A program copies `BLOCK` columns of `ROWS` rows into a matrix `LINE` wide."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (index < F)
+    value = tl.load(x_ptr + row.to(tl.int64) * F + index, mask=mask)
+    tl.store(out_ptr + row.to(tl.int64) * LINE + index, value, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_anchors"])
 def sum_kernel(
     upstream_ptr, gradient_ptr, part_ptr, num_anchors,
-    F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, FIRST: tl.constexpr,
+    F: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Copies rows of slot 0, and sums later slots over some of a batch row's tokens, [R, P, F]."""
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -310,40 +328,38 @@ def sum_kernel(
         value = tl.load(upstream_ptr + (group * num_rows + row).to(tl.int64) * F + index, mask=mask, other=0.0)
         if FIRST == 0:
             anchor = group * (num_anchors + 1) + row // L
-            tl.store(gradient_ptr + anchor.to(tl.int64) * F + index, value, mask=mask & is_anchor)
+            tl.store(gradient_ptr + anchor.to(tl.int64) * LINE + index, value, mask=mask & is_anchor)
         total += tl.where(is_anchor, 0.0, value.to(tl.float32))
     line = group * tl.num_programs(0) + tl.program_id(0)
     tl.store(part_ptr + line.to(tl.int64) * F + index, tl.sum(total, axis=0)[None, :], mask=index < F)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
-def swiglu_kernel(gate_ptr, up_ptr, out_ptr, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """A program makes `BLOCK` elements, wherever rows end."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    index = tl.arange(0, BLOCK)
-    # A size that is not specialized has no alignment, and without one every element is an access of its own.
-    mask = index < num_chunks.to(tl.int64) * CHUNK - start
-    gate = tl.load(gate_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def swiglu_kernel(product_ptr, out_ptr, INNER: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program makes one of the `PARTS` of a row."""
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    index = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    mask = index < INNER
+    gate = tl.load(product_ptr + row * (2 * INNER) + index, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(product_ptr + row * (2 * INNER) + INNER + index, mask=mask, other=0.0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + start + index, value.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * INNER + index, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
-def swiglu_backward_kernel(
-    upstream_ptr, gate_ptr, up_ptr, gate_gradient_ptr, up_gradient_ptr, num_chunks,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As `swiglu_kernel`; the output made again lies where the upstream was."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    index = tl.arange(0, BLOCK)
-    mask = index < num_chunks.to(tl.int64) * CHUNK - start
-    upstream = tl.load(upstream_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def swiglu_backward_kernel(upstream_ptr, product_ptr, INNER: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """As `swiglu_kernel`; the gradient lies where the product was, the output made again where the upstream was."""
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    index = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    mask = index < INNER
+    upstream_ptr += row * INNER + index
+    gate_ptr, up_ptr = product_ptr + row * (2 * INNER) + index, product_ptr + row * (2 * INNER) + INNER + index
+    upstream = tl.load(upstream_ptr, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr, mask=mask, other=0.0).to(tl.float32)
     share = tl.sigmoid(gate)
     silu = gate * share
     gate_gradient = upstream * up * share * (1.0 + gate * (1.0 - share))
-    tl.store(gate_gradient_ptr + start + index, gate_gradient.to(gate_gradient_ptr.dtype.element_ty), mask=mask)
-    tl.store(up_gradient_ptr + start + index, (upstream * silu).to(up_gradient_ptr.dtype.element_ty), mask=mask)
-    tl.store(upstream_ptr + start + index, (silu * up).to(upstream_ptr.dtype.element_ty), mask=mask)
+    tl.store(gate_ptr, gate_gradient.to(product_ptr.dtype.element_ty), mask=mask)
+    tl.store(up_ptr, (upstream * silu).to(product_ptr.dtype.element_ty), mask=mask)
+    tl.store(upstream_ptr, (silu * up).to(upstream_ptr.dtype.element_ty), mask=mask)

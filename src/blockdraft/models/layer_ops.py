@@ -2,7 +2,7 @@
 
 R batch rows, A anchors of each, L block size, S slots of each block that are made (its last ones, L or L - 1), N rows
 of what is read (tokens of all batch rows, flattened), M rows of what is written, U = A + 1 rows that differ, D width,
-F = H * E width of H heads of E, I inner width.
+F = H * E width of H heads of E, I inner width, J = 2 I.
 
 models/layer_triton.py does the same in one pass over memory each. Every tensor is contiguous. Everything is computed in
 float32 inside (in float64 where that is what comes in) and rounded once, when it is stored.
@@ -63,10 +63,9 @@ class HeadGradient(NamedTuple):
 
 
 class SwigluGradient(NamedTuple):
-    """Gradients of both inputs, and the output made again."""
+    """The gradient of the input, and the output made again."""
 
-    gate_NI: Tensor
-    up_NI: Tensor
+    product_NJ: Tensor
     hidden_NI: Tensor
 
 
@@ -131,16 +130,20 @@ class LayerOps(Protocol):
         cos_ME: Tensor,
         sin_ME: Tensor,
         expand: Expand | None = None,
+        onto_NF: Tensor | None = None,
     ) -> HeadGradient:
-        """Gradients of `rotate_heads`; with `expand` a mask token's row has the sum over its slots."""
+        """Gradients of `rotate_heads`; with `expand` a mask token's row has the sum over its slots.
+
+        `onto_NF`: columns of a wider matrix that the gradient is written to.
+        """
         ...
 
     def expand_rows(self, x_NF: Tensor, expand: Expand) -> Tensor:
         """A row of every slot: [M, F]."""
         ...
 
-    def sum_rows(self, upstream_MF: Tensor, expand: Expand) -> Tensor:
-        """The gradient of `expand_rows`: [N, F]."""
+    def sum_rows_onto(self, onto_NF: Tensor, upstream_MF: Tensor, expand: Expand | None) -> None:
+        """Writes the gradient of `expand_rows` to columns of a wider matrix; without `expand` a copy."""
         ...
 
     def take_drafted(self, x_ND: Tensor, block_size: int) -> Tensor:
@@ -160,12 +163,12 @@ class LayerOps(Protocol):
         """
         ...
 
-    def swiglu(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-        """silu(gate) * up."""
+    def swiglu(self, product_NJ: Tensor) -> Tensor:
+        """silu(gate) * up of rows [gate, up]: [N, I]."""
         ...
 
-    def swiglu_backward_onto(self, upstream_NI: Tensor, gate_NI: Tensor, up_NI: Tensor) -> SwigluGradient:
-        """Gradients of `swiglu`. The output made again is written over `upstream_NI`, whose values are lost."""
+    def swiglu_backward_onto(self, upstream_NI: Tensor, product_NJ: Tensor) -> SwigluGradient:
+        """The gradient of `swiglu`, written over `product_NJ`, and the output made again, over `upstream_NI`."""
         ...
 
 
@@ -235,6 +238,7 @@ class EagerOps:
         cos_ME: Tensor,
         sin_ME: Tensor,
         expand: Expand | None = None,
+        onto_NF: Tensor | None = None,
     ) -> HeadGradient:
         """As LayerOps."""
         x_MF = x_NF if expand is None else self.expand_rows(x_NF, expand)
@@ -244,9 +248,9 @@ class EagerOps:
         turned_MHE = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
         normed_MHE, rstd_MH1 = _norm(x_MF.unflatten(1, heads), eps)
         gradient_MHE, scale_E = _norm_backward(turned_MHE, normed_MHE, rstd_MH1, _wide(weight_E))
-        gradient_MF = gradient_MHE.flatten(1)
-        gradient_NF = gradient_MF if expand is None else self.sum_rows(gradient_MF, expand)
-        return HeadGradient(gradient_NF.to(x_NF.dtype), scale_E.to(weight_E.dtype))
+        gradient_NF = torch.empty_like(x_NF) if onto_NF is None else onto_NF
+        self.sum_rows_onto(gradient_NF, gradient_MHE.flatten(1), expand)
+        return HeadGradient(gradient_NF, scale_E.to(weight_E.dtype))
 
     def expand_rows(self, x_NF: Tensor, expand: Expand) -> Tensor:
         """As LayerOps."""
@@ -255,12 +259,15 @@ class EagerOps:
         mask_RALF = x_RUF[:, -1:, None].expand(-1, expand.num_anchors, expand.block_size - 1, -1)
         return torch.cat([anchor_RA1F, mask_RALF], dim=2)[:, :, expand.first_slot :].flatten(0, 2)
 
-    def sum_rows(self, upstream_MF: Tensor, expand: Expand) -> Tensor:
+    def sum_rows_onto(self, onto_NF: Tensor, upstream_MF: Tensor, expand: Expand | None) -> None:
         """As LayerOps."""
+        if expand is None:
+            onto_NF.copy_(upstream_MF)
+            return
         upstream_RASF = upstream_MF.unflatten(0, (-1, expand.num_anchors, expand.num_slots))
-        mask_R1F = _wide(upstream_RASF[:, :, 1 - expand.first_slot :]).sum((1, 2))[:, None]
-        anchor_RAF = upstream_RASF[:, :, 0] if expand.first_slot == 0 else torch.zeros_like(upstream_RASF[:, :, 0])
-        return torch.cat([anchor_RAF, mask_R1F.to(upstream_MF.dtype)], dim=1).flatten(0, 1)
+        onto_RUF = onto_NF.unflatten(0, (-1, expand.num_anchors + 1))
+        onto_RUF[:, :-1] = upstream_RASF[:, :, 0] if expand.first_slot == 0 else 0.0
+        onto_RUF[:, -1] = _wide(upstream_RASF[:, :, 1 - expand.first_slot :]).sum((1, 2))
 
     def take_drafted(self, x_ND: Tensor, block_size: int) -> Tensor:
         """As LayerOps."""
@@ -280,18 +287,19 @@ class EagerOps:
         angle_NE = torch.cat([angle_NY, angle_NY], dim=-1)
         return angle_NE.cos().to(dtype), angle_NE.sin().to(dtype)
 
-    def swiglu(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    def swiglu(self, product_NJ: Tensor) -> Tensor:
         """As LayerOps."""
-        return (torch.nn.functional.silu(_wide(gate_NI)) * _wide(up_NI)).to(gate_NI.dtype)
+        gate_NI, up_NI = _wide(product_NJ).chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate_NI) * up_NI).to(product_NJ.dtype)
 
-    def swiglu_backward_onto(self, upstream_NI: Tensor, gate_NI: Tensor, up_NI: Tensor) -> SwigluGradient:
+    def swiglu_backward_onto(self, upstream_NI: Tensor, product_NJ: Tensor) -> SwigluGradient:
         """As LayerOps."""
-        upstream, gate, up = _wide(upstream_NI), _wide(gate_NI), _wide(up_NI)
+        upstream, (gate, up) = _wide(upstream_NI), _wide(product_NJ).chunk(2, dim=-1)
         share = torch.sigmoid(gate)
         silu = gate * share
-        gate_gradient_NI = (upstream * up * share * (1 + gate * (1 - share))).to(gate_NI.dtype)
-        up_gradient_NI = (upstream * silu).to(up_NI.dtype)
-        return SwigluGradient(gate_gradient_NI, up_gradient_NI, upstream_NI.copy_(silu * up))
+        gradient_NJ = torch.cat([upstream * up * share * (1 + gate * (1 - share)), upstream * silu], dim=-1)
+        hidden_NI = upstream_NI.copy_(silu * up)
+        return SwigluGradient(product_NJ.copy_(gradient_NJ), hidden_NI)
 
 
 EAGER_OPS: Final[LayerOps] = EagerOps()

@@ -21,7 +21,7 @@ HEAD_PROGRAMS: Final = 4
 NUM_WARPS: Final = 4
 """Of kernels whose programs take tiles of `TILE` elements."""
 TILE: Final = 4096
-SWIGLU_TILE: Final = 2048
+SWIGLU_TILE: Final = 1024
 PARTS: Final = 256
 """Lines that are added up at a time, in columns of `COLUMNS`."""
 COLUMNS: Final = 16
@@ -116,16 +116,20 @@ class TritonOps:
         cos_ME: Tensor,
         sin_ME: Tensor,
         expand: Expand | None = None,
+        onto_NF: Tensor | None = None,
     ) -> HeadGradient:
         """As LayerOps."""
         _check_contiguous(upstream_MF, x_NF, weight_E, cos_ME, sin_ME)
         num_rows, num_heads, dim = len(x_NF), x_NF.shape[1] // len(weight_E), len(weight_E)
-        gradient_NF = _new_gradient(num_rows, x_NF, expand)
+        gradient_NF = torch.empty_like(x_NF) if onto_NF is None else onto_NF
+        line = _line(gradient_NF, x_NF.shape)
         groups = 0
         if expand is not None:
             groups = num_rows // (expand.num_anchors + 1)
             # Of slot 0, where that was made.
             num_rows = 0 if expand.first_slot else groups * expand.num_anchors
+            if expand.first_slot:
+                gradient_NF.zero_()
         half, tile = _tile(dim)
         num_programs = min(triton.cdiv(num_rows * num_heads, tile), _num_processors(x_NF) * HEAD_PROGRAMS)
         part_PE = torch.empty(num_programs + groups * num_heads, dim, dtype=torch.float32, device=x_NF.device)
@@ -133,14 +137,14 @@ class TritonOps:
             kernels.rotate_backward_kernel[(num_programs,)](
                 upstream_MF, x_NF, weight_E, cos_ME, sin_ME, gradient_NF, part_PE, num_rows,
                 0 if expand is None else expand.num_anchors, eps,
-                H=num_heads, E=dim, TILE=tile, HALF=half, L=_block_size(expand, None), EXPAND=expand is not None,
-                num_warps=NUM_WARPS,
+                H=num_heads, E=dim, LINE=line, TILE=tile, HALF=half, L=_block_size(expand, None),
+                EXPAND=expand is not None, num_warps=NUM_WARPS,
             )  # fmt: skip
         if expand is not None:
             sum_RPF = _turn_back(upstream_MF, cos_ME, sin_ME, groups, num_heads, expand)
             kernels.mask_row_kernel[(num_heads, groups)](
                 sum_RPF, x_NF, weight_E, gradient_NF, part_PE, sum_RPF.shape[1], expand.num_anchors, num_programs, eps,
-                H=num_heads, E=dim, PARTS=64, HALF=half, num_warps=NUM_WARPS,
+                H=num_heads, E=dim, LINE=line, PARTS=64, HALF=half, num_warps=NUM_WARPS,
             )  # fmt: skip
         return HeadGradient(gradient_NF, _sum_lines(part_PE, weight_E))
 
@@ -157,23 +161,30 @@ class TritonOps:
         )  # fmt: skip
         return out_MF
 
-    def sum_rows(self, upstream_MF: Tensor, expand: Expand) -> Tensor:
+    def sum_rows_onto(self, onto_NF: Tensor, upstream_MF: Tensor, expand: Expand | None) -> None:
         """As LayerOps."""
         _check_contiguous(upstream_MF)
-        num_rows, width = expand.num_read(len(upstream_MF)), upstream_MF.shape[1]
-        gradient_NF = _new_gradient(num_rows, upstream_MF, expand)
-        groups = num_rows // (expand.num_anchors + 1)
+        num_rows, width = onto_NF.shape
+        line = _line(onto_NF, (num_rows, width))
         block = min(512, triton.next_power_of_2(width))
-        rows = TILE // block
-        columns = triton.cdiv(width, block)
+        rows, columns = TILE // block, triton.cdiv(width, block)
+        if expand is None:
+            kernels.place_kernel[(triton.cdiv(num_rows, rows), columns)](
+                upstream_MF, onto_NF, num_rows, F=width, LINE=line, ROWS=rows, BLOCK=block, num_warps=NUM_WARPS
+            )
+            return
+        groups = num_rows // (expand.num_anchors + 1)
+        if expand.first_slot:
+            # The anchors' rows take no part where slot 0 is not made.
+            onto_NF.zero_()
         num_parts = _num_parts(upstream_MF, expand.num_anchors * expand.num_slots, rows, columns * groups)
         sum_RPF = torch.empty(groups, num_parts, width, dtype=torch.float32, device=upstream_MF.device)
         kernels.sum_kernel[(num_parts, columns, groups)](
-            upstream_MF, gradient_NF, sum_RPF, expand.num_anchors,
-            F=width, ROWS=rows, BLOCK=block, L=expand.block_size, FIRST=expand.first_slot, num_warps=NUM_WARPS,
+            upstream_MF, onto_NF, sum_RPF, expand.num_anchors,
+            F=width, LINE=line, ROWS=rows, BLOCK=block, L=expand.block_size, FIRST=expand.first_slot,
+            num_warps=NUM_WARPS,
         )  # fmt: skip
-        _reduce(sum_RPF, gradient_NF, expand.num_anchors, expand.num_anchors + 1)
-        return gradient_NF
+        _reduce(sum_RPF, onto_NF, expand.num_anchors, expand.num_anchors + 1, line)
 
     def take_drafted(self, x_ND: Tensor, block_size: int) -> Tensor:
         """As LayerOps."""
@@ -191,25 +202,26 @@ class TritonOps:
         """As LayerOps."""
         return launch_rotary(context_RT, block_RQ, frequency_Y, block_size, dtype)
 
-    def swiglu(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    def swiglu(self, product_NJ: Tensor) -> Tensor:
         """As LayerOps."""
-        _check_contiguous(gate_NI, up_NI)
-        out_NI, size = torch.empty_like(gate_NI), gate_NI.numel()
-        kernels.swiglu_kernel[(triton.cdiv(size, SWIGLU_TILE),)](
-            gate_NI, up_NI, out_NI, size // _chunk(size), CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=NUM_WARPS
+        _check_contiguous(product_NJ)
+        num_rows, width = len(product_NJ), product_NJ.shape[1] // 2
+        out_NI = product_NJ.new_empty(num_rows, width)
+        parts = triton.cdiv(width, SWIGLU_TILE)
+        kernels.swiglu_kernel[(num_rows * parts,)](
+            product_NJ, out_NI, INNER=width, PARTS=parts, BLOCK=SWIGLU_TILE, num_warps=NUM_WARPS
         )
         return out_NI
 
-    def swiglu_backward_onto(self, upstream_NI: Tensor, gate_NI: Tensor, up_NI: Tensor) -> SwigluGradient:
+    def swiglu_backward_onto(self, upstream_NI: Tensor, product_NJ: Tensor) -> SwigluGradient:
         """As LayerOps."""
-        _check_contiguous(upstream_NI, gate_NI, up_NI)
-        found = SwigluGradient(torch.empty_like(gate_NI), torch.empty_like(up_NI), upstream_NI)
-        size = gate_NI.numel()
-        kernels.swiglu_backward_kernel[(triton.cdiv(size, SWIGLU_TILE),)](
-            upstream_NI, gate_NI, up_NI, found.gate_NI, found.up_NI, size // _chunk(size),
-            CHUNK=_chunk(size), BLOCK=SWIGLU_TILE, num_warps=NUM_WARPS,
-        )  # fmt: skip
-        return found
+        _check_contiguous(upstream_NI, product_NJ)
+        num_rows, width = upstream_NI.shape
+        parts = triton.cdiv(width, SWIGLU_TILE)
+        kernels.swiglu_backward_kernel[(num_rows * parts,)](
+            upstream_NI, product_NJ, INNER=width, PARTS=parts, BLOCK=SWIGLU_TILE, num_warps=NUM_WARPS
+        )
+        return SwigluGradient(product_NJ, upstream_NI)
 
 
 TRITON_OPS: Final[LayerOps] = TritonOps()
@@ -237,22 +249,22 @@ def _turn_back(
 def _sum_lines(part_PD: Tensor, weight_D: Tensor) -> Tensor:
     """The gradient of a weight from the programs' shares."""
     gradient_D = torch.empty_like(weight_D)
-    _reduce(part_PD[None], gradient_D, 0, 1)
+    _reduce(part_PD[None], gradient_D, 0, 1, len(weight_D))
     return gradient_D
 
 
-def _reduce(part_RPD: Tensor, out: Tensor, first: int, step: int) -> None:
-    """Sums over P, of group r into row first + r * step."""
+def _reduce(part_RPD: Tensor, out: Tensor, first: int, step: int, line: int) -> None:
+    """Sums over P, of group r into row first + r * step, each `line` numbers behind the one before."""
     groups, num_parts, width = part_RPD.shape
     kernels.reduce_kernel[(triton.cdiv(width, COLUMNS), groups)](
-        part_RPD, out, num_parts, first, step, D=width, PARTS=PARTS, BLOCK=COLUMNS, num_warps=8
+        part_RPD, out, num_parts, first, step, D=width, LINE=line, PARTS=PARTS, BLOCK=COLUMNS, num_warps=8
     )
 
 
-def _new_gradient(num_rows: int, like_MF: Tensor, expand: Expand | None) -> Tensor:
-    # The anchors' rows take no part where slot 0 is not made.
-    make = torch.zeros if expand is not None and expand.first_slot else torch.empty
-    return make(num_rows, like_MF.shape[1], dtype=like_MF.dtype, device=like_MF.device)
+def _line(columns_NF: Tensor, shape: tuple[int, ...]) -> int:
+    """From one row to the next, of columns of a matrix."""
+    assert columns_NF.shape == shape and columns_NF.stride(1) == 1, "whole columns side by side"
+    return columns_NF.stride(0)
 
 
 def _num_parts(like: Tensor, num_rows: int, rows: int, others: int) -> int:
@@ -281,11 +293,6 @@ def _block_size(expand: Expand | None, drop: int | None) -> int:
 def _row_warps(block: int) -> int:
     """16 elements of a row to a thread."""
     return min(16, max(1, block // 512))
-
-
-def _chunk(size: int) -> int:
-    # 8 numbers of 16 bits are one access of 16 bytes.
-    return 8 if size % 8 == 0 else 1
 
 
 def _check_contiguous(*tensors: Tensor) -> None:

@@ -3,12 +3,14 @@
 A layer is two autograd Functions with the attention between them, so that gradients reach the weights half a layer at a
 time, while the rest of the backward still runs. Kept for the backward are products, what the attention keeps, and the
 residual stream before each norm; normed states and the MLP's product are made again where the backward needs them.
-Residual sums that are due go into the norm that follows, and gradients of one tensor are added up by the products.
+Residual sums that are due go into the norm that follows. Weights that meet the same rows are one matrix
+(models/joined_weights.py), and what their products' gradients are lies side by side: one product in place of three, and
+the sum over them is its own.
 
 R rows, T context tokens, C features of each, U = R * T rows of context; A anchors, L block size; N rows of a layer's
 input: R * A * L, in the first layer R * (A + 1) (`blocks.first_tokens`: the others are repetitions); M rows of its
 output, in the last layer without slot 0; D width, F = heads * head width, G = key/value heads * head width, I inner
-width, E head width.
+width, E head width; J = 2 G (keys and values) or 2 I (gate and up), X = F + 2 G, or 2 G where queries have other rows.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from blockdraft.models.drafter import Attend, Drafter, DrafterLayer, Rotation, rotary_frequencies
+from blockdraft.models.joined_weights import join_layers, joined
 from blockdraft.models.layer_ops import EAGER_OPS, Expand, LayerOps
 
 
@@ -65,6 +68,7 @@ class KernelDrafter:
     def __init__(self, drafter: Drafter, ops: LayerOps | None = None) -> None:
         """`ops`: those of the drafter's device unless told otherwise."""
         self.drafter = drafter
+        join_layers(drafter)
         self.ops = choose_ops(drafter.device) if ops is None else ops
         shape = drafter.shape
         self.frequency_Y = rotary_frequencies(shape.head_dim, shape.rope_theta, drafter.device)
@@ -265,17 +269,25 @@ class _Enter(Function):
         ops, eps, rows = ctx.settings
         total_ND, rstd_N, known_UD, query_NF, key_NG, product_UG, *weights = ctx.saved_tensors
         norm_weight, query_weight, key_weight, value_weight, query_norm, key_norm = weights
+        keys_JD, (num_query, num_key) = joined(key_weight, value_weight), (len(query_weight), len(key_weight))
+        # Queries of other rows than the keys' have a product of their own.
+        is_alike = rows.drop is None
+        asked = num_query if is_alike else 0
+        d_NX = total_ND.new_empty(len(total_ND), asked + 2 * num_key)
+        d_UJ = known_UD.new_empty(len(known_UD), 2 * num_key)
         d_query = ops.rotate_heads_backward(
-            query_MF.contiguous(), query_NF, query_norm, eps, *rows.asking, rows.expand_asking
-        )
-        d_key = ops.rotate_heads_backward(block_key_QG.contiguous(), key_NG, key_norm, eps, *rows.block, rows.expand)
-        d_known = ops.rotate_heads_backward(context_key_UG.contiguous(), product_UG, key_norm, eps, *rows.context)
-        d_value_NG = block_value_QG if rows.expand is None else ops.sum_rows(block_value_QG.contiguous(), rows.expand)
+            query_MF.contiguous(), query_NF, query_norm, eps, *rows.asking, rows.expand_asking,
+            d_NX[:, :asked] if is_alike else None,
+        )  # fmt: skip
+        known = (key_norm, eps, *rows.context, None, d_UJ[:, :num_key])
+        d_known = ops.rotate_heads_backward(context_key_UG.contiguous(), product_UG, *known)
+        own = (key_norm, eps, *rows.block, rows.expand, d_NX[:, asked : asked + num_key])
+        d_key = ops.rotate_heads_backward(block_key_QG.contiguous(), key_NG, *own)
+        ops.sum_rows_onto(d_UJ[:, num_key:], context_value_UG.contiguous(), None)
+        ops.sum_rows_onto(d_NX[:, asked + num_key :], block_value_QG.contiguous(), rows.expand)
 
-        normed_ND = torch.mm(d_key.x_NF, key_weight).addmm_(d_value_NG, value_weight)
-        if rows.drop is None:
-            normed_ND.addmm_(d_query.x_NF, query_weight)
-        else:
+        normed_ND = torch.mm(d_NX, joined(query_weight, key_weight, value_weight) if is_alike else keys_JD)
+        if rows.drop is not None:
             ops.add_drafted(normed_ND, torch.mm(d_query.x_NF, query_weight), rows.drop)
         is_first = not ctx.needs_input_grad[1]
         found = ops.norm_backward(
@@ -284,10 +296,12 @@ class _Enter(Function):
         )  # fmt: skip
         assert found.normed_ND is not None
         # In place: the layer behind made this gradient for this one alone.
-        context_UD = (
-            torch.mm(d_known.x_NF, key_weight) if context_UD is None else context_UD.addmm_(d_known.x_NF, key_weight)
-        )
-        context_UD.addmm_(context_value_UG, value_weight)
+        context_UD = torch.mm(d_UJ, keys_JD) if context_UD is None else context_UD.addmm_(d_UJ, keys_JD)
+        d_weight_XD = torch.mm(d_NX.t(), found.normed_ND)
+        d_keys_JD = d_weight_XD[asked:].addmm_(d_UJ.t(), known_UD)
+        d_queries_FD = d_weight_XD[:asked]
+        if rows.drop is not None:
+            d_queries_FD = torch.mm(d_query.x_NF.t(), ops.take_drafted(found.normed_ND, rows.drop))
         through = None if is_first else found.total_ND
         return (
             None,
@@ -295,9 +309,9 @@ class _Enter(Function):
             through if ctx.needs_input_grad[2] else None,
             context_UD,
             found.weight_D,
-            torch.mm(d_query.x_NF.t(), _asking(ops, found.normed_ND, rows.drop)),
-            torch.mm(d_key.x_NF.t(), found.normed_ND).addmm_(d_known.x_NF.t(), known_UD),
-            torch.mm(d_value_NG.t(), found.normed_ND).addmm_(context_value_UG.t(), known_UD),
+            d_queries_FD,
+            d_keys_JD[:num_key],
+            d_keys_JD[num_key:],
             d_query.weight_E,
             d_key.weight_E + d_known.weight_E,
         )
@@ -322,13 +336,13 @@ class _Leave(Function):
         (ops, eps, rows), out_MD = settings, _linear(attended_MF, out_weight)
         total_MD, normed_MD, rstd_M = ops.add_norm(total_ND, out_MD, norm_weight, eps, rows.expand_asking, rows.drop)
         del out_MD
-        gate_MI, up_MI = _linear(normed_MD, gate_weight), _linear(normed_MD, up_weight)
-        delta_MD = _linear(ops.swiglu(gate_MI, up_MI), down_weight)
+        product_MJ = _linear(normed_MD, joined(gate_weight, up_weight))
+        delta_MD = _linear(ops.swiglu(product_MJ), down_weight)
         weights = (out_weight, norm_weight, gate_weight, up_weight, down_weight)
         ctx.ops = ops
         ctx.save_for_backward(attended_MF, total_MD, rstd_M, *weights)
-        # Not among the saved: those stay until the backward of this half is over, and these are the largest.
-        ctx.products = [gate_MI, up_MI]
+        # Not among the saved: it is the largest, and its gradient is written over it.
+        ctx.products = [product_MJ]
         return total_MD, delta_MD
 
     @staticmethod
@@ -338,14 +352,14 @@ class _Leave(Function):
         attended_MF, sum_MD, rstd_M, *weights = ctx.saved_tensors
         out_weight, norm_weight, gate_weight, up_weight, down_weight = weights
         upstream_MI = torch.mm(delta_MD, down_weight)
-        d_gate_MI, d_up_MI, hidden_MI = ops.swiglu_backward_onto(upstream_MI, *ctx.products)
-        ctx.products.clear()
+        d_product_MJ, hidden_MI = ops.swiglu_backward_onto(upstream_MI, ctx.products.pop())
         d_down = torch.mm(delta_MD.t(), hidden_MI)
         del upstream_MI, hidden_MI
-        d_normed_MD = torch.mm(d_gate_MI, gate_weight).addmm_(d_up_MI, up_weight)
+        d_normed_MD = torch.mm(d_product_MJ, joined(gate_weight, up_weight))
         found = ops.norm_backward(d_normed_MD, sum_MD, rstd_M, norm_weight, total_MD, wants_normed=True)
         del d_normed_MD
         assert found.normed_ND is not None
+        d_joined_JD = torch.mm(d_product_MJ.t(), found.normed_ND)
         return (
             None,
             None,
@@ -353,7 +367,7 @@ class _Leave(Function):
             torch.mm(found.total_ND, out_weight),
             torch.mm(found.total_ND.t(), attended_MF),
             found.weight_D,
-            torch.mm(d_gate_MI.t(), found.normed_ND),
-            torch.mm(d_up_MI.t(), found.normed_ND),
+            d_joined_JD[: len(gate_weight)],
+            d_joined_JD[len(gate_weight) :],
             d_down,
         )

@@ -346,7 +346,8 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
         loss: beside what is kept, the logits of one chunk (M rows of V ids), d(loss)/d(hidden) in float32 (D of B),
             where a stack was compiled hidden states (D of N), and with a row budget the rows taken out (D of B).
         start: beside what is kept, gradients of the last layer's MLP: 5/3 I of N in a stack, as measured, 4 I of N
-            where compiled layers make elementwise results again, and 3 I + D of N without a compiler.
+            where compiled layers make elementwise results again; without a compiler I + D of N with the gradient of
+            its last matrix (D I), or 4 D of N with those of all its matrices and the output projection's.
         end: the gradient of every weight in the weights' type, and of the block's states (2 D of Q tokens).
     """
     shape, width = sizes.shape, BYTES[config.drafter.dtype]
@@ -361,7 +362,8 @@ def step_peak(config: RunConfig, sizes: Sizes) -> dict[str, int]:
     inner = n.slots * n.inner * width
     backward = 4 * inner if is_remade else inner * 5 // 3 + hidden
     if sizes.how == "kernels":
-        backward = 3 * inner + n.slots * n.hidden * width
+        slots, weight = n.slots * n.hidden * width, n.hidden * n.inner * width
+        backward = max(inner + slots + weight, 4 * slots + 3 * weight + n.hidden * n.queries * width)
     end = (drafter_parameters(shape) + 2 * n.blocks * n.hidden) * width
     phases: list[dict[str, int]] = [
         {"kept activations": kept, "attention masks": masks, "head chunk": chunk, "loss gradients": loss},

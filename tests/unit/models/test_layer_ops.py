@@ -58,7 +58,8 @@ def test_the_forward_is_the_drafters_own_in_float32():
     cos_ME, sin_ME = angles(7, 4, torch.float32)
     wanted_NF = rotate(heads(x_ND.view(1, 7, 3, 4)).transpose(1, 2), Turned(cos_ME, sin_ME)).transpose(1, 2).flatten(2)
     close(EAGER_OPS.rotate_heads(x_ND, heads.weight, EPS, cos_ME, sin_ME), wanted_NF[0])
-    assert torch.equal(EAGER_OPS.swiglu(x_ND, delta_ND), nn.functional.silu(x_ND) * delta_ND)
+    hidden_ND = EAGER_OPS.swiglu(torch.cat([x_ND, delta_ND], 1))
+    torch.testing.assert_close(hidden_ND, nn.functional.silu(x_ND) * delta_ND)
 
 
 def test_the_norm_reads_the_rounded_sum_and_rounds_once():
@@ -80,7 +81,11 @@ def test_rows_of_later_slots_are_the_mask_tokens(first_slot):
     upstream_MF = torch.arange(float(len(made_MF)))[:, None]
     asked_NF = x_NF.clone().requires_grad_()
     (wanted_NF,) = torch.autograd.grad(EAGER_OPS.expand_rows(asked_NF, expand), asked_NF, upstream_MF)
-    assert torch.equal(EAGER_OPS.sum_rows(upstream_MF, expand), wanted_NF)
+    # Columns of a wider matrix, whose others stay.
+    wide_NX = torch.full((6, 3), -1.0)
+    EAGER_OPS.sum_rows_onto(wide_NX[:, 1:2], upstream_MF, expand)
+    assert torch.equal(wide_NX[:, 1:2], wanted_NF)
+    assert bool((wide_NX[:, ::2] == -1).all())
 
 
 @pytest.mark.parametrize("which", ["plain", "expand", "later slots", "drop"])
@@ -136,15 +141,20 @@ def test_gradients_of_rotated_heads_are_autograds(expand):
     found = EAGER_OPS.rotate_heads_backward(upstream_MF, *numbers)
     for mine, its in zip(found, torch.autograd.grad(made_MF, [x_NF, weight_E], upstream_MF), strict=True):
         close(mine, its)
+    wide_NX = torch.full((8, 20), -1.0, dtype=torch.float64)
+    assert EAGER_OPS.rotate_heads_backward(upstream_MF, *numbers, wide_NX[:, 5:17]).x_NF.data_ptr() > 0
+    close(wide_NX[:, 5:17], found.x_NF)
+    assert bool((wide_NX[:, [4, 17]] == -1).all())
 
 
-def test_gradients_of_swiglu_are_autograds_and_its_output_lies_over_what_came_in():
-    gate_NI, up_NI = draw(5, 9).requires_grad_(), draw(5, 9, seed=1).requires_grad_()
+def test_gradients_of_swiglu_are_autograds_and_results_lie_over_what_came_in():
+    product_NJ = draw(5, 18).requires_grad_()
+    gate_NI, up_NI = product_NJ.chunk(2, dim=1)
     hidden_NI = nn.functional.silu(gate_NI) * up_NI
-    upstream_NI = draw(5, 9, seed=2)
-    wanted = torch.autograd.grad(hidden_NI, [gate_NI, up_NI], upstream_NI)
-    found = EAGER_OPS.swiglu_backward_onto(upstream_NI, gate_NI.detach(), up_NI.detach())
-    close(found.gate_NI, wanted[0])
-    close(found.up_NI, wanted[1])
+    upstream_NI, given_NJ = draw(5, 9, seed=2), product_NJ.detach().clone()
+    (wanted_NJ,) = torch.autograd.grad(hidden_NI, product_NJ, upstream_NI)
+    found = EAGER_OPS.swiglu_backward_onto(upstream_NI, given_NJ)
+    close(given_NJ, wanted_NJ)
     close(upstream_NI, hidden_NI.detach())
+    assert found.product_NJ.data_ptr() == given_NJ.data_ptr()
     assert found.hidden_NI.data_ptr() == upstream_NI.data_ptr()

@@ -24,13 +24,29 @@ EXPANDS = (None, Expand(3, 4), Expand(3, 4, 1))
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
+class Columns(NamedTuple):
+    """Of a wider matrix, to be written to."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    def cut(self) -> torch.Tensor:
+        return torch.full((self.rows, self.width + 7), 9.0, dtype=self.dtype)[:, 3:-4]
+
+
 def same(name, *inputs, **options) -> None:
     """The operation of that name makes of these inputs what the reference makes."""
 
     def made(ops):
-        # One operation writes over an input.
+        # Some operations write over an input.
         own = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+        own = [value.cut() if isinstance(value, Columns) else value for value in own]
         found = getattr(ops, name)(*own, **options)
+        # One that returns nothing writes to its first argument.
+        found = own[0] if found is None else found
+        for columns in (value for value in own if isinstance(value, torch.Tensor) and not value.is_contiguous()):
+            assert bool((columns._base[:, [*range(3), *range(-4, 0)]] == 9).all()), "columns of others"
         return (found,) if isinstance(found, torch.Tensor) else found
 
     for mine, its in zip(made(TRITON_OPS), made(EAGER_OPS), strict=True):
@@ -86,17 +102,22 @@ def compare_heads(dtype, num_heads, dim) -> None:
         numbers = x_NF, weight_E, EPS, *angles(num_made, dim, dtype), expand
         same("rotate_heads", *numbers)
         same("rotate_heads_backward", draw(num_made, num_heads * dim, dtype=dtype, seed=2), *numbers)
+        wide = Columns(8, num_heads * dim, dtype)
+        same("rotate_heads_backward", draw(num_made, num_heads * dim, dtype=dtype, seed=2), *numbers, wide)
 
 
 def compare_rows(dtype) -> None:
     """Rows that repeat, and products of elements."""
     for expand in EXPANDS[1:]:
         same("expand_rows", draw(8, 40, dtype=dtype), expand)
-        same("sum_rows", draw(expand.num_made(8), 40, dtype=dtype), expand)
-    for width in (24, 5):
-        gate_NI, up_NI, upstream_NI = (draw(9, width, dtype=dtype, seed=seed) for seed in range(3))
-        same("swiglu", gate_NI, up_NI)
-        same("swiglu_backward_onto", upstream_NI, gate_NI, up_NI)
+    for expand in EXPANDS:
+        num_made = expand.num_made(8) if expand else 8
+        same("sum_rows_onto", Columns(8, 40, dtype), draw(num_made, 40, dtype=dtype), expand)
+    # Widths of one program and of several, whole and not.
+    for width in (24, 5, 128, 150):
+        product_NJ, upstream_NI = draw(9, 2 * width, dtype=dtype), draw(9, width, dtype=dtype, seed=2)
+        same("swiglu", product_NJ)
+        same("swiglu_backward_onto", upstream_NI, product_NJ)
 
 
 def test_kernels_equal_the_reference_when_interpreted():
@@ -123,12 +144,13 @@ BUILT = {
         {**WIDE, "HAS_RESIDUAL": True, "HAS_NORMED": True, "L": 16, "DROP": True}, 16, 128, 12, 4
     ),
     "rotate_kernel": Built({**HEADS, **PLAIN, "TILE": 32, "EXPAND": True}, 4, 80, 8, 4),
-    "rotate_backward_kernel": Built({**HEADS, "TILE": 32, "L": 16, "EXPAND": False}, 4, 128, 14, 4),
+    "rotate_backward_kernel": Built({**HEADS, "LINE": 6144, "TILE": 32, "L": 16, "EXPAND": False}, 4, 128, 14, 4),
     "turn_back_kernel": Built({**HEADS, "HEADS": 8, "ROWS": 4, "L": 16, "FIRST": 0}, 4, 96, 8, 2),
     "expand_kernel": Built({"F": 1024, "ROWS": 4, "BLOCK": 1024, "L": 16, "FIRST": 0}, 4, 64, 4, 4),
-    "sum_kernel": Built({"F": 1024, "ROWS": 8, "BLOCK": 512, "L": 16, "FIRST": 0}, 4, 64, 4, 4),
-    "swiglu_kernel": Built({"CHUNK": 8, "BLOCK": 2048}, 4, 64, 4, 2),
-    "swiglu_backward_kernel": Built({"CHUNK": 8, "BLOCK": 2048}, 4, 80, 6, 6),
+    "place_kernel": Built({"F": 1024, "LINE": 6144, "ROWS": 8, "BLOCK": 512}, 4, 64, 4, 4),
+    "sum_kernel": Built({"F": 1024, "LINE": 6144, "ROWS": 8, "BLOCK": 512, "L": 16, "FIRST": 0}, 4, 64, 4, 4),
+    "swiglu_kernel": Built({"INNER": 17408, "PARTS": 17, "BLOCK": 1024}, 4, 64, 2, 1),
+    "swiglu_backward_kernel": Built({"INNER": 17408, "PARTS": 17, "BLOCK": 1024}, 4, 64, 3, 3),
 }
 
 

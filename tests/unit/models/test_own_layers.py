@@ -15,6 +15,7 @@ from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.blocks import block_positions
 from blockdraft.models.compiled import compile_drafter
 from blockdraft.models.drafter import Drafter
+from blockdraft.models.joined_weights import joined
 from blockdraft.models.layer_ops import EAGER_OPS
 from blockdraft.models.own_layers import KernelDrafter, check_current
 from blockdraft.training import buckets
@@ -165,7 +166,7 @@ def test_gradients_come_half_a_layer_at_a_time_and_are_not_copied(monkeypatch):
 
     def noted(*matrices: Tensor) -> Tensor:
         found = original(*matrices)
-        made.add(found.data_ptr())
+        made.add(found.untyped_storage().data_ptr())
         return found
 
     order: list[str] = []
@@ -187,7 +188,8 @@ def test_gradients_come_half_a_layer_at_a_time_and_are_not_copied(monkeypatch):
     # Behind the final norm, each layer's MLP with its norm, then the rest of the layer: its five matrices and norms.
     assert sums == [1, 5, 12, 16, 23, 27]
     assert order.count("sum") == len(weights)
-    assert all(weight.grad.data_ptr() in made for weight in weights.values() if weight.dim() == 2)
+    matrices = [weight.grad for weight in weights.values() if weight.dim() == 2]
+    assert all(gradient.untyped_storage().data_ptr() in made and gradient.is_contiguous() for gradient in matrices)
 
 
 def test_ranges_of_the_context_are_made_once_for_layers_alike(monkeypatch):
@@ -237,6 +239,26 @@ def compare() -> None:
 def test_with_interpreted_kernels_numbers_and_gradients_are_the_same():
     pytest.importorskip("triton")
     run_interpreted("from unit.models.test_own_layers import compare; compare()")
+
+
+def test_weights_of_the_same_rows_lie_side_by_side_and_stay_themselves():
+    drafter = build()
+    before = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
+    owners = dict(drafter.named_parameters())
+    run = KernelDrafter(drafter)
+    places = {name: weight.data_ptr() for name, weight in drafter.named_parameters()}
+    KernelDrafter(drafter)
+    for name, weight in drafter.named_parameters():
+        assert weight is owners[name]
+        assert weight.data_ptr() == places[name]
+        assert torch.equal(weight, before[name])
+        assert weight.is_contiguous()
+    attention = drafter.layers[0].self_attn
+    weights = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+    assert torch.equal(joined(*weights), torch.cat(weights))
+    drafter.layers[0].mlp.up_proj.weight.data = drafter.layers[0].mlp.up_proj.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"expected side by side in memory, found apart: .* make another one"):
+        forward(run, drafter, problem(drafter))
 
 
 def test_a_thread_whose_current_device_is_another_is_told_so(monkeypatch):

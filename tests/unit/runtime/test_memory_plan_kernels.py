@@ -62,14 +62,14 @@ class Sized:
     def rotate_heads(self, x_NF, weight_E, eps, cos_ME, sin_ME, expand=None):
         return x_NF.new_empty(len(cos_ME), x_NF.shape[1])
 
-    def rotate_heads_backward(self, upstream_MF, x_NF, weight_E, eps, cos_ME, sin_ME, expand=None):
-        return HeadGradient(torch.empty_like(x_NF), torch.empty_like(weight_E))
+    def rotate_heads_backward(self, upstream_MF, x_NF, weight_E, eps, cos_ME, sin_ME, expand=None, onto_NF=None):
+        return HeadGradient(torch.empty_like(x_NF) if onto_NF is None else onto_NF, torch.empty_like(weight_E))
 
     def expand_rows(self, x_NF, expand):
         return x_NF.new_empty(expand.num_made(len(x_NF)), x_NF.shape[1])
 
-    def sum_rows(self, upstream_MF, expand):
-        return upstream_MF.new_empty(expand.num_read(len(upstream_MF)), upstream_MF.shape[1])
+    def sum_rows_onto(self, onto_NF, upstream_MF, expand):
+        assert len(onto_NF) == (len(upstream_MF) if expand is None else expand.num_read(len(upstream_MF)))
 
     def take_drafted(self, x_ND, block_size):
         return x_ND.new_empty(len(x_ND) // block_size * (block_size - 1), x_ND.shape[1])
@@ -82,11 +82,11 @@ class Sized:
         cos = frequency_Y.new_empty(rows, 2 * len(frequency_Y), dtype=dtype)
         return cos, torch.empty_like(cos)
 
-    def swiglu(self, gate_NI, up_NI):
-        return torch.empty_like(gate_NI)
+    def swiglu(self, product_NJ):
+        return product_NJ.new_empty(len(product_NJ), product_NJ.shape[1] // 2)
 
-    def swiglu_backward_onto(self, upstream_NI, gate_NI, up_NI):
-        return SwigluGradient(torch.empty_like(gate_NI), torch.empty_like(up_NI), upstream_NI)
+    def swiglu_backward_onto(self, upstream_NI, product_NJ):
+        return SwigluGradient(product_NJ, upstream_NI)
 
 
 class Attention(torch.autograd.Function):
@@ -120,8 +120,9 @@ def held(shape: DrafterShape) -> tuple[int, int]:
         ]
     for weight in drafter.parameters():
         weight.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    run = KernelDrafter(drafter, Sized())
     with Held([*drafter.parameters(), *given[:2], given[3]]) as seen:
-        hidden_RMD = KernelDrafter(drafter, Sized())(*given, attend)
+        hidden_RMD = run(*given, attend)
         kept, seen.most = seen.now, seen.now
         hidden_RMD.backward(torch.empty_like(hidden_RMD))
     return kept, seen.most
@@ -132,9 +133,10 @@ def test_the_formula_counts_what_is_there(name, num_layers):
     shape = replace(presets()[name], num_layers=num_layers)
     kept, most = held(shape)
     n = count_tokens(config(), shape)
-    # Left out: 1 / rms of rows, the attention's sums, weight gradients of half a layer.
+    # Left out: 1 / rms of rows, the attention's sums.
     assert kept == pytest.approx(kept_by_kernels(n, shape.head_dim) * WIDTH, rel=0.004)
-    assert most == pytest.approx(kept + 3 * n.slots * n.inner * WIDTH + n.slots * n.hidden * WIDTH, rel=0.012)
+    weights = 3 * n.hidden * n.inner + n.hidden * n.queries
+    assert most == pytest.approx(kept + (4 * n.slots * n.hidden + weights) * WIDTH, rel=0.004)
 
 
 @pytest.mark.parametrize(("name", "limit_gib"), [("qwen3-8b", 5), ("qwen3.6-27b", 6)])
