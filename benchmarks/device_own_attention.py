@@ -16,11 +16,9 @@ from blockdraft.commands.bench_timing import time_alone
 from blockdraft.models.block_attention import (
     Ranges,
     Tile,
-    Upstream,
     context_spans,
     launch_block,
     launch_context,
-    launch_delta,
     launch_forward,
     launch_query,
 )
@@ -52,14 +50,14 @@ def main() -> None:
     streams = [torch.randn(1, n, heads, shape.head_dim, device=device).bfloat16() for n, heads in sizes]
     gradient_RQHE = torch.randn_like(streams[0])
     out_RQHE, log_RHQ = launch_forward(streams, ranges, length, False, Tile(64, 64, 4, 2))
-    upstream = Upstream(gradient_RQHE, log_RHQ, launch_delta(out_RQHE, gradient_RQHE))
-    print(f"row sums: {time_alone(device, lambda: launch_delta(out_RQHE, gradient_RQHE)):.3f} ms")
+    forward = [out_RQHE, log_RHQ]
+    _, upstream = launch_query(streams, ranges, forward, gradient_RQHE, length, False, Tile(64, 64, 4, 2))
 
     def kernel(name: str, tile: Tile) -> Callable[[], Any]:
         if name == "forward":
             return lambda: launch_forward(streams, ranges, length, False, tile)
         if name == "query":
-            return lambda: launch_query(streams, ranges, upstream, length, False, tile)
+            return lambda: launch_query(streams, ranges, forward, gradient_RQHE, length, False, tile)
         if name == "block":
             return lambda: launch_block(streams, upstream, length, False, tile)
         span_RJ4 = context_spans(ranges, args.tokens, tile)

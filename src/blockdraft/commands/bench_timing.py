@@ -111,7 +111,7 @@ def products_floor(
 # fmt: off
 CLASSES = {
     "loss between products": ("_between", "_scale"),
-    "attention backward": ("query_kernel", "context_kernel", "block_kernel", "delta_kernel"),
+    "attention backward": ("query_kernel", "context_kernel", "block_kernel"),
     "attention forward": ("forward_kernel",),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk", "triton_mm", "triton_tem_fused_mm"),
     "copies": ("Memcpy", "Memset"),

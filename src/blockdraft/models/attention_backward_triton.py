@@ -14,21 +14,6 @@ from blockdraft.models.attention_triton import is_own, own_keys, rows, spans
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def delta_kernel(
-    out_ptr: "Any", upstream_ptr: "Any", delta_ptr: "Any", num_queries: "Any", H: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr,
-) -> None:  # fmt: skip
-    """Row sums of out * upstream: what the softmax's derivative subtracts."""
-    row, head = tl.program_id(0) // H, tl.program_id(0) % H
-    m_M = tl.program_id(1) * M + tl.arange(0, M)
-    inside_M1 = (m_M < num_queries)[:, None]
-    out_ME = tl.load(rows(out_ptr, row, head, m_M, num_queries, H, E), mask=inside_M1, other=0.0)
-    upstream_ME = tl.load(rows(upstream_ptr, row, head, m_M, num_queries, H, E), mask=inside_M1, other=0.0)
-    delta_M = tl.sum(out_ME.to(tl.float32) * upstream_ME.to(tl.float32), 1)
-    tl.store(delta_ptr + (row * H + head) * num_queries + m_M, delta_M, mask=m_M < num_queries)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _pull(
     gradient_ME: "Any", query_ME: "Any", upstream_ME: "Any", log_M: "Any", delta_M: "Any", key: "Any", value: "Any",
     line: "Any", column: "Any", scale: "Any", seen_MN: "Any", MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -48,11 +33,15 @@ def _pull(
 @triton.jit  # type: ignore[untyped-decorator]
 def query_kernel(
     query: "Any", context_key: "Any", context_value: "Any", block_key: "Any", block_value: "Any", low_ptr: "Any",
-    high_ptr: "Any", upstream: "Any", log_ptr: "Any", delta_ptr: "Any", gradient_ptr: "Any", num_queries: "Any",
-    num_context: "Any", scale: "Any", slope: "Any", H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
-    L: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    high_ptr: "Any", upstream: "Any", out: "Any", log_ptr: "Any", delta_ptr: "Any", gradient_ptr: "Any",
+    num_queries: "Any", num_context: "Any", scale: "Any", slope: "Any", H: tl.constexpr, G: tl.constexpr,
+    E: tl.constexpr, L: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """d(query): the forward's walk once more."""
+    """d(query), the forward's walk once more; leaves row sums of out * upstream for the other kernels.
+
+    These are what the softmax's derivative subtracts.
+    """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row, head = tl.program_id(0) // H, tl.program_id(0) % H
     group = head // (H // G)
@@ -63,7 +52,9 @@ def query_kernel(
     query_ME = query.load([row * num_queries + tile * M, head * E])
     upstream_ME = upstream.load([row * num_queries + tile * M, head * E])
     log_M = tl.load(log_ptr + (row * H + head) * num_queries + m_M, mask=inside_M, other=0.0)
-    delta_M = tl.load(delta_ptr + (row * H + head) * num_queries + m_M, mask=inside_M, other=0.0)
+    out_ME = out.load([row * num_queries + tile * M, head * E])
+    delta_M = tl.sum(out_ME.to(tl.float32) * upstream_ME.to(tl.float32), 1)
+    tl.store(delta_ptr + (row * H + head) * num_queries + m_M, delta_M, mask=inside_M)
     gradient_ME = tl.zeros((M, E), dtype=tl.float32)
     first, inner_first, inner_stop, stop = spans(low_M, high_M, inside_M, N)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockdraft.models.attention import bare_flex_attend, fits_kernels
-from blockdraft.models.attention_backward_triton import block_kernel, context_kernel, delta_kernel, query_kernel
+from blockdraft.models.attention_backward_triton import block_kernel, context_kernel, query_kernel
 from blockdraft.models.attention_triton import forward_kernel
 from blockdraft.models.block_mask import context_ranges
 from blockdraft.models.drafter import Attend, DrafterShape, asking_slots, drop_anchors
@@ -160,17 +160,8 @@ def launch_forward(streams: list[Tensor], ranges: Ranges, length: int, causal: b
     return [out_RQHE, log_RHQ]
 
 
-def launch_delta(out_RQHE: Tensor, upstream_RQHE: Tensor) -> Tensor:
-    """Row sums of output x upstream gradient, float32 [R, H, Q]."""
-    rows, queries, heads, width = out_RQHE.shape
-    delta_RHQ = out_RQHE.new_empty(rows, heads, queries, dtype=torch.float32)
-    grid = (rows * heads, -(-queries // 64))
-    delta_kernel[grid](out_RQHE, upstream_RQHE, delta_RHQ, queries, H=heads, E=width, M=64, num_warps=4)
-    return delta_RHQ
-
-
 class Upstream(NamedTuple):
-    """What the backward kernels read beside the streams."""
+    """What the backward's kernels of keys read beside the streams."""
 
     gradient_RQHE: Tensor
     log_RHQ: Tensor
@@ -178,19 +169,26 @@ class Upstream(NamedTuple):
 
 
 def launch_query(
-    streams: list[Tensor], ranges: Ranges, upstream: Upstream, length: int, causal: bool, tile: Tile
-) -> Tensor:
-    """d(query)."""
+    streams: list[Tensor],
+    ranges: Ranges,
+    forward: list[Tensor],
+    upstream_RQHE: Tensor,
+    length: int,
+    causal: bool,
+    tile: Tile,
+) -> tuple[Tensor, Upstream]:
+    """d(query), and what the other kernels of the backward read; `forward` is what `launch_forward` gave."""
     sizes = _sizes(streams[0], streams[1], streams[3])
-    gradient_RQHE = torch.empty_like(streams[0])
+    gradient_RQHE, (out_RQHE, log_RHQ) = torch.empty_like(streams[0]), forward
+    delta_RHQ = torch.empty_like(log_RHQ)
     grid = (sizes.rows * sizes.heads, -(-sizes.queries // tile.queries))
     query_kernel[grid](
-        *_described(streams, tile), *ranges, _describe(upstream.gradient_RQHE, tile.queries), *upstream[1:],
-        gradient_RQHE, sizes.queries, sizes.context, sizes.scale * LOG2_E, sizes.scale,
+        *_described(streams, tile), *ranges, _describe(upstream_RQHE, tile.queries), _describe(out_RQHE, tile.queries),
+        log_RHQ, delta_RHQ, gradient_RQHE, sizes.queries, sizes.context, sizes.scale * LOG2_E, sizes.scale,
         **sizes.constants, L=length, S=sizes.slots(length), CAUSAL=causal, M=tile.queries, N=tile.keys,
         PRECISION=_precision(gradient_RQHE.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return gradient_RQHE
+    return gradient_RQHE, Upstream(upstream_RQHE, log_RHQ, delta_RHQ)
 
 
 def launch_context(
@@ -281,11 +279,10 @@ def block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five streams."""
     tiles, ranges = choose_tiles(out_RQHE.dtype, size), Ranges(low_RQ, high_RQ)
-    upstream_RQHE = upstream_RQHE.contiguous()
-    upstream = Upstream(upstream_RQHE, log_RHQ, launch_delta(out_RQHE, upstream_RQHE))
+    forward = [out_RQHE, log_RHQ]
+    query, upstream = launch_query(streams, ranges, forward, upstream_RQHE.contiguous(), length, causal, tiles.query)
     context = launch_context(streams, ranges, span_RJ4, upstream, tiles.context)
     block = launch_block(streams, upstream, length, causal, tiles.block)
-    query = launch_query(streams, ranges, upstream, length, causal, tiles.query)
     return query, context[0], context[1], block[0], block[1]
 
 

@@ -21,10 +21,11 @@ from blockdraft.models import attention_backward_triton, attention_triton, block
 from blockdraft.models.block_attention import Ranges, Tile, Tiles, choose_tiles, context_spans, kernel_attend
 
 ANCHORS = ([0, 3, 5, 6, 20, 33, 34, 41, 45, 60, -1, -1], [0, 2, 9, 11, 25, 33, 34, 41, 45, 60, 78, -1])
+# Interpreting takes its time: several key/value heads in one case.
 CASES = (
     {"block_size": 4, "causal": True},
-    {"block_size": 10},
-    {"block_size": 16, "window": 20, "window_layers": (0,)},
+    {"block_size": 10, "num_heads": 2, "num_kv_heads": 1},
+    {"block_size": 16, "window": 20, "window_layers": (0,), "num_heads": 2, "num_kv_heads": 1},
 )
 
 
@@ -42,7 +43,8 @@ def outputs_and_gradients(make_attend, shape, numbers, num_slots):
     """`num_slots`: of each block that ask."""
     generator = torch.Generator().manual_seed(0)
     keys, queries = (numbers[2].shape[1] * count for count in (shape.block_size, num_slots))
-    sizes = [(4, queries), (2, 83), (2, 83), (2, keys), (2, keys)]
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    sizes = [(heads, queries), (groups, 83), (groups, 83), (groups, keys), (groups, keys)]
     streams = [torch.randn(2, heads, n, 16, generator=generator).requires_grad_() for heads, n in sizes]
     out_RHQE = make_attend(shape, *numbers)(0, *streams)
     upstream_RHQE = torch.randn(out_RHQE.shape, generator=generator)
@@ -113,7 +115,7 @@ def compiled(function, tile: Tile, num_slots: int = 16, causal: bool = False):
     names = function.arg_names
     constants = {"H": 32, "G": 8, "E": 128, "L": 16, "PRECISION": "tf32"}
     constants |= {"M": tile.queries, "N": tile.keys, "S": num_slots, "CAUSAL": causal}
-    descriptors = {name: tile.queries for name in ("query", "upstream")}
+    descriptors = {name: tile.queries for name in ("query", "upstream", "out")}
     descriptors |= {f"{part}_{what}": tile.keys for part in ("context", "block") for what in ("key", "value")}
 
     def kind(name: str) -> str:
