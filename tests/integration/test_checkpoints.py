@@ -30,6 +30,8 @@ from integration.test_resume import forget_after
 from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config, worker_threads
 from tiny_chat import chat
 
+pytestmark = pytest.mark.alone
+
 SOURCE = str(Path(train.__file__).parents[2])
 TWO = ("cpu", "cpu")
 TOPOLOGIES = {

@@ -11,6 +11,8 @@ from blockdraft.training import buckets
 from blockdraft.training.buckets import GradientBuckets
 from integration.tiny_run import Files, make_files, run_control, tiny_config, worker_threads
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:

@@ -25,6 +25,8 @@ from blockdraft.training.checkpoint import list_checkpoints
 from integration.tiny_run import Files, assert_same_run, make_files, run_control, tiny_config, worker_threads
 from tiny_chat import chat
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:

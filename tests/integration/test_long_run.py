@@ -8,6 +8,8 @@ from blockdraft.commands.control import Control
 from blockdraft.data.template import Encoded
 from integration.tiny_run import make_files, metrics, run_control, tiny_config, worker_threads
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 SETTLED, STEPS, DEPTH = 300, 1000, 2
 

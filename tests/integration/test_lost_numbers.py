@@ -13,6 +13,8 @@ from blockdraft.runtime import reports
 from blockdraft.runtime.workers import WorkerError
 from integration.tiny_run import Files, make_files, metrics, run_control, tiny_config, worker_threads
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:

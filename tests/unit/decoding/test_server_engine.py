@@ -5,7 +5,6 @@ import json
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +19,8 @@ from blockdraft.data.conversations import ChatTemplate, write_conversations
 from blockdraft.decoding.engine import EngineAnswer, EngineFailure, Sampling
 from blockdraft.decoding.server_engine import Server, ServerEngine, find_model
 from tiny_chat import CHATML, OPENED_THINKING, chat, save_tokenizer, tiny_tokenizer
+
+pytestmark = pytest.mark.alone
 
 Handle = Callable[["Handler", dict[str, Any], int], None]
 
@@ -178,15 +179,8 @@ def test_what_never_works_is_a_failure_with_its_reason(serve: Callable[[Handle],
     ]
     # Asked twice, but what the server refused for good once.
     assert [server.seen[prompt] for prompt in prompts] == [2, 2, 2, 2, 2, 2, 1, 1]
-
-
-@pytest.mark.parametrize("trouble", ["stalls", "drips", "cut", "truncated"])
-def test_a_reply_that_is_given_up_leaves_no_socket_open(serve: Callable[[Handle], ChatServer], trouble: str) -> None:
-    list(engine(serve(troubled), retries=0, timeout_s=0.2).answers([chat(f"always {trouble}")]))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", ResourceWarning)
-        gc.collect()
-    assert [str(one.message) for one in said if "socket" in str(one.message)] == []
+    # What was given up is closed: a socket that is open when it is collected is an error here.
+    gc.collect()
 
 
 def test_what_is_asked(serve: Callable[[Handle], ChatServer]) -> None:

@@ -19,7 +19,7 @@ from blockdraft.runtime.counters import CompileCounters
 from blockdraft.runtime.guards_torch import DenseAttentionError, FxFlagGuard, attention_site, guard_dense_attention
 from blockdraft.runtime.patches import Patches
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 
 
 def run_script(script, *arguments):

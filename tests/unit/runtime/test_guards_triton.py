@@ -25,7 +25,7 @@ if sys.platform != "linux" or platform.machine() != "x86_64":
 import triton.compiler.compiler as compiler
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 NUM_THREADS = 8
 NUM_KEYS = 6
 NUM_CONFIGS = 4

@@ -11,6 +11,8 @@ import torch
 from blockdraft.runtime.channel import Channel
 from blockdraft.runtime.workers import Crew, Stalled, Watchdog, Worker, WorkerError
 
+pytestmark = pytest.mark.alone
+
 DEVICE = torch.device("cpu")
 SETTING = contextvars.ContextVar("SETTING", default="default")
 

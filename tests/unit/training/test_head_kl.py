@@ -22,8 +22,8 @@ def run(function, hidden_ND: Tensor, final_ND: Tensor, weight_N: Tensor, *rest) 
     return loss.detach(), found.drafted_N, found.target_N, leaf_ND.grad
 
 
-def kl_problem(dtype: torch.dtype = torch.float32, **finish):
-    hidden_ND, _, weight_N, ends = problem(dtype, **finish)
+def kl_problem(dtype: torch.dtype = torch.float32, num_rows: int = 37, **finish):
+    hidden_ND, _, weight_N, ends = problem(dtype, num_rows, **finish)
     final_ND = hidden_ND + torch.randn(hidden_ND.shape, generator=torch.Generator().manual_seed(3)).to(dtype) * 0.5
     return hidden_ND, final_ND, weight_N, ends
 
@@ -57,7 +57,8 @@ def compare() -> None:
     head_kl_triton.SLICE = 64
     for dtype in (torch.float32, torch.bfloat16):
         for finish in FINISHES:
-            *inputs, ends = kl_problem(dtype, **finish)
+            # A chunk of 16 rows and one of 4, in slices of 64, 64, 64 and 19 ids.
+            *inputs, ends = kl_problem(dtype, num_rows=20, **finish)
             plain = run(head_kl, *inputs, ends, 16, between_kl_eager)
             found = run(head_kl, *inputs, ends, 16, head_kl_triton.between_kl_triton)
             torch.testing.assert_close(found[0], plain[0], rtol=1e-5, atol=0)

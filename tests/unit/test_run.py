@@ -1,0 +1,66 @@
+"""The run of the whole suite: both parts always run, and the last line and the exit code tell of both."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import run
+from run import Found
+
+SCRIPT = Path(run.__file__)
+
+
+@pytest.mark.parametrize(
+    ("beside", "alone", "code", "words"),
+    [
+        (Found(7, 0, 1, 0), Found(2, 0, 0, 0), 0, "9 passed, 0 failed, 1 skipped in 0 s: well"),
+        (Found(7, 1, 0, 1), Found(2, 0, 0, 0), 1, "9 passed, 1 failed, 0 skipped in 0 s: FAILED"),
+        (Found(7, 0, 0, 0), Found(1, 1, 0, 1), 1, "8 passed, 1 failed, 0 skipped in 0 s: FAILED"),
+        # Interrupted, or broken before it wrote results.
+        (Found(0, 0, 0, 2), Found(2, 0, 0, 0), 1, "2 passed, 0 failed, 0 skipped in 0 s: FAILED"),
+        (Found(0, 0, 0, 0), Found(0, 0, 0, 0), 1, "0 passed, 0 failed, 0 skipped in 0 s; no test ran: FAILED"),
+        (Found(7, 0, 0, 0), Found(2, 0, 1, 0), 1, "in 0 s; 1 of those marked alone were skipped, which none may be"),
+    ],
+)
+def test_the_last_line_and_the_exit_code_tell_of_both_parts(monkeypatch, capsys, beside, alone, code, words):
+    asked = []
+
+    def found(paths: list[str], options: tuple[str, ...]) -> Found:
+        asked.append((paths, options))
+        return beside if options == run.BESIDE else alone
+
+    monkeypatch.setattr(run, "run", found)
+    monkeypatch.setattr(run, "must_not_skip", lambda: True)
+    assert run.main(["here"]) == code
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("==== whole suite: ") and words in line
+    assert asked == [(["here"], run.BESIDE), (["here"], run.ALONE)]
+
+
+def test_elsewhere_than_on_linux_a_race_may_be_skipped(monkeypatch, capsys):
+    monkeypatch.setattr(run, "run", lambda _paths, options: Found(1, 0, int(options == run.ALONE), 0))
+    monkeypatch.setattr(run, "must_not_skip", lambda: False)
+    assert run.main(["here"]) == 0
+    assert "2 passed, 0 failed, 1 skipped" in capsys.readouterr().out
+
+
+def test_what_dies_fails_or_cannot_be_read_is_counted_and_the_rest_runs(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone: as here\n")
+    (tmp_path / "test_dies.py").write_text("import os\n\ndef test_it():\n    os._exit(3)\n")
+    (tmp_path / "test_fails.py").write_text("def test_it():\n    assert False\n\ndef test_passes():\n    pass\n")
+    (tmp_path / "test_race.py").write_text(
+        "import pytest\n\npytestmark = pytest.mark.alone\n\ndef test_it():\n    pass\n\n"
+        "def test_nothing_beside(pytestconfig):\n    assert not pytestconfig.getoption('numprocesses')\n"
+    )
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("==== whole suite: 3 passed, 2 failed, 0 skipped in ") and last.endswith(": FAILED ====")
+
+
+def test_races_are_among_those_that_may_not_be_skipped():
+    races = sorted((SCRIPT.parent / "unit" / "runtime").glob("test_guards_*.py"))
+    assert [file.name for file in races] == ["test_guards_torch.py", "test_guards_triton.py"]
+    assert all("pytestmark = [pytest.mark.alone, " in file.read_text(encoding="utf-8") for file in races)
