@@ -12,6 +12,7 @@ import torch
 from blockdraft.models.attention import sdpa_attend
 from blockdraft.models.block_mask import context_ranges
 from blockdraft.models.blocks import visibility
+from compiled_for_gpu import compile_for_gpu
 from integration.tiny import tiny_drafter, tiny_target
 from interpreted import run_interpreted
 from unit.models.test_blocks import row
@@ -108,19 +109,12 @@ def test_spans_hold_every_query_that_sees_a_key_and_the_inner_ones_see_all():
 
 def compiled(function, tile: Tile, num_slots: int = 16, causal: bool = False):
     """A kernel compiled for an H200 at the shapes of Qwen3-8B."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = function.arg_names
     constants = {"H": 32, "G": 8, "E": 128, "L": 16, "PRECISION": "tf32"}
     constants |= {"M": tile.queries, "N": tile.keys, "S": num_slots, "CAUSAL": causal}
     descriptors = {name: tile.queries for name in ("query", "upstream", "out")}
     descriptors |= {f"{part}_{what}": tile.keys for part in ("context", "block") for what in ("key", "value")}
 
     def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
         if name in descriptors:
             return f"tensordesc<bf16[{descriptors[name]},128]>"
         if name.endswith("_ptr"):
@@ -128,14 +122,7 @@ def compiled(function, tile: Tile, num_slots: int = 16, causal: bool = False):
             return {"low": "*i32", "high": "*i32", "span": "*i32", "log": "*fp32", "delta": "*fp32"}.get(part, "*bf16")
         return "i32" if name.startswith("num_") else "fp32"
 
-    source = ASTSource(
-        function,
-        {name: kind(name) for name in names},
-        {(names.index(name),): value for name, value in constants.items() if name in names},
-        {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name.endswith("_ptr")},
-    )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_for_gpu(function, kind, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 
 from blockdraft.models.target_fast_layers import fuse
 from blockdraft.models.target_fast_ops import Columns, Norm, Rows, TorchOps, pick
+from compiled_for_gpu import compile_for_gpu
 from interpreted import run_interpreted
 
 
@@ -111,25 +112,14 @@ BUILT = {
 
 @pytest.mark.parametrize("name", sorted(BUILT))
 def test_fused_kernels_compile_for_a_gpu_and_move_16_bytes_at_a_time(name):
-    # The interpreter takes Python that the compiler refuses; compiling needs no GPU.
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from blockdraft.models import target_fast_triton
 
     kernel = vars(target_fast_triton)[name]
     inputs, outputs, constants, warps = BUILT[name]
-    types = {**inputs, **outputs, **dict.fromkeys(constants, "constexpr")}
-    assert sorted(types) == sorted(kernel.arg_names)
-    order = {argument: index for index, argument in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        fn=kernel,
-        signature={argument: types[argument] for argument in kernel.arg_names},
-        constexprs={(order[argument],): value for argument, value in constants.items()},
-        attrs={(order[argument],): [["tt.divisibility", 16]] for argument in types if types[argument].startswith("*")},
-    )
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    types = {**inputs, **outputs}
+    assert sorted([*types, *constants]) == sorted(kernel.arg_names)
+    code = compile_for_gpu(kernel, types.__getitem__, constants, num_warps=warps).asm["ptx"]
     assert code.count("ld.global.v4") >= 4
     assert code.count("st.global.v4") >= 2
     assert ".local" not in code, "registers were not enough"
