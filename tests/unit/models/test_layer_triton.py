@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from blockdraft.models.layer_ops import EAGER_OPS, Expand
+from compiled_for_gpu import compile_for_gpu
 from interpreted import run_interpreted
 from unit.models.test_layer_ops import EPS, angles, draw
 
@@ -156,32 +157,18 @@ BUILT = {
 
 def compiled(kernel, constants, warps, capability):
     """For a GPU that need not be there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
 
     def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
         if name.endswith("_ptr"):
             return "*fp32" if name in ("rstd_ptr", "part_ptr", "sum_ptr") else "*bf16"
         return "fp32" if name == "eps" else "i32"
 
-    source = ASTSource(
-        kernel,
-        {name: kind(name) for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name.endswith("_ptr")},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return compile_for_gpu(kernel, kind, constants, num_warps=warps, capability=capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", sorted(BUILT))
 def test_kernels_compile_for_a_gpu_spill_nothing_and_move_16_bytes_at_a_time(name, capability, tmp_path):
-    # The interpreter takes Python that the compiler refuses; compiling needs no GPU.
     from triton import knobs
 
     built = BUILT[name]

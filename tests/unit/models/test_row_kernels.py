@@ -12,6 +12,7 @@ from blockdraft.models.block_mask import context_ranges
 from blockdraft.models.blocks import block_positions
 from blockdraft.models.drafter import drop_anchors, rotary_frequencies, rotation
 from blockdraft.models.layer_ops import EAGER_OPS
+from compiled_for_gpu import compile_for_gpu
 from interpreted import run_interpreted
 
 pytest.importorskip("triton")
@@ -90,27 +91,12 @@ INTEGERS |= {"low_ptr": "*i32", "high_ptr": "*i32", "span_ptr": "*i32", "frequen
 
 @pytest.mark.parametrize("name", sorted(BUILT))
 def test_kernels_compile_for_a_gpu_and_spill_nothing(name):
-    # The interpreter takes Python that the compiler refuses; compiling needs no GPU.
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel, constants = vars(row_kernels)[name], BUILT[name]
 
     def kind(argument: str) -> str:
-        if argument in constants:
-            return "constexpr"
         return INTEGERS.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
 
-    names = kernel.arg_names
-    source = ASTSource(
-        kernel,
-        {argument: kind(argument) for argument in names},
-        {(names.index(argument),): value for argument, value in constants.items()},
-        {(index,): [["tt.divisibility", 16]] for index, argument in enumerate(names) if argument.endswith("_ptr")},
-    )
-    warps = 16 if name == "drafted_kernel" else 4
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    found = compile_for_gpu(kernel, kind, constants, num_warps=16 if name == "drafted_kernel" else 4)
     assert "ld.local" not in found.asm["ptx"] or name == "rotary_kernel"
     if name == "drafted_kernel":
         assert "ld.global.v4" in found.asm["ptx"]

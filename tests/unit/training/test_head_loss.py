@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from blockdraft.models.ends import Ends
 from blockdraft.training.head_loss import between_eager, even_chunk, head_loss
 from blockdraft.training.loss import slot_loss
+from compiled_for_gpu import compile_for_gpu
 from interpreted import run_interpreted
 
 FINISHES = [{}, {"logit_multiplier": 0.25}, {"logit_softcap": 3.0}, {"logit_multiplier": 2.0, "logit_softcap": 2.5}]
@@ -137,10 +138,7 @@ def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():
 
 def compiled(function, is_capped: bool) -> str:
     """A stage of the head compiled for a GPU at Qwen3-8B's ids: its assembly."""
-    # The interpreter takes Python that the compiler refuses; compiling needs no GPU.
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from blockdraft.training.head_loss_triton import NUM_WARPS, SLICE
 
@@ -156,20 +154,13 @@ def compiled(function, is_capped: bool) -> str:
         "multiplier": "fp32",
         "softcap": "fp32",
     }
-    names = function.arg_names
-
-    def kind(name: str) -> str:
-        return "constexpr" if name in constants else types.get(name, "*fp32")
-
-    source = ASTSource(
-        fn=function,
-        signature={name: kind(name) for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
-        attrs={
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("ptr") or name == "stride"
-        },
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS}).asm["ptx"]
+    return compile_for_gpu(
+        function,
+        lambda name: types.get(name, "*fp32"),
+        constants,
+        num_warps=NUM_WARPS,
+        is_aligned=lambda name: name.endswith("ptr") or name == "stride",
+    ).asm["ptx"]
 
 
 @pytest.mark.parametrize("is_capped", [False, True])
