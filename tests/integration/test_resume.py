@@ -222,6 +222,14 @@ def test_the_moments_of_all_starts_are_kept_and_go_with_the_run(files, tmp_path)
     assert len(starts()) == 1
 
 
+def test_an_environment_that_no_run_wrote_is_refused_before_anything_is_loaded(files, tmp_path, monkeypatch):
+    run_control(tiny_config(files, tmp_path, steps=1))
+    (tmp_path / "environment.json").write_text("[]")
+    monkeypatch.setattr("blockdraft.commands.control.build", None)
+    with pytest.raises(ConfigError, match=r"environment\.json: expected a JSON object, found list; remove it"):
+        run_control(tiny_config(files, tmp_path, steps=2), resume=newest_checkpoint(tmp_path))
+
+
 def test_ctrl_c_finishes_the_step_saves_and_exits_with_zero(files, tmp_path):
     config = tiny_config(files, tmp_path, steps=100_000, save_every=100_000)
     flags = ["--run-dir", config.run_dir, "--target.path", str(files.target), "--data.train", str(files.store)]
