@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 BUCKET_BYTES = 64 * 2**20
+"""Of float32 gradients. A bucket that is not half full takes one more weight, whatever its size."""
 
 
 class SumGradients(Protocol):
@@ -31,7 +32,7 @@ class SumGradients(Protocol):
 
 
 class GradientBuckets:
-    """A module's gradients in the order in which a backward makes them, in buckets of up to 64 MiB.
+    """A module's gradients in the order in which a backward makes them, in buckets of about 64 MiB.
 
     Built over a module whose parameters are declared in the order of its forward; a backward makes their gradients the
     other way round. Every replica starts the same buckets in the same order, whatever its own backward does: a bucket
@@ -43,13 +44,16 @@ class GradientBuckets:
         weights: dict[str, nn.Parameter],
         gradient: Callable[[str], Tensor],
         landed: Callable[[list[str]], None] = lambda _names: None,
+        all_but: Callable[[list[str]], None] = lambda _names: None,
     ) -> None:
         """`gradient(name)`: what is summed for a weight, once its hook has run; zeros where there is none.
 
         `landed(names)`: called when these are summed, while later buckets may still be on their way. Its hooks come
         behind those that are registered already.
+        `all_but(names)`: called when all others are summed, the last bucket's. Nothing of a backward is left to run
+        beside that sum, so this is the place for what can be done without it.
         """
-        self._gradient, self._landed = gradient, landed
+        self._gradient, self._landed, self._all_but = gradient, landed, all_but
         self.layout = list(cut(list(reversed(weights)), weights))
         """Names of the weights of each bucket, in the order of the sums."""
         self._bucket_of = {name: index for index, bucket in enumerate(self.layout) for name in bucket}
@@ -89,19 +93,24 @@ class GradientBuckets:
             self._start()
         total, self._sum = self._sum, None
         total.start([counts])
-        for bucket in self.layout:
+        for number, bucket in enumerate(self.layout, 1):
+            if number == len(self.layout):
+                self._all_but(bucket)
             total.wait()
             self._landed(bucket)
         total.wait()
 
 
 def cut(names: list[str], weights: dict[str, nn.Parameter]) -> Iterator[list[str]]:
-    """Consecutive weights whose float32 gradients are up to 64 MiB together; a larger one is alone."""
+    """Consecutive weights, none shared by two buckets; a bucket is closed by what does not fit once it is half full.
+
+    So a large weight is alone but for small ones in front of it: a sum costs about the same whatever little is in it.
+    """
     bucket: list[str] = []
     size = 0
     for name in names:
         more = 4 * weights[name].numel()
-        if bucket and size + more > BUCKET_BYTES:
+        if size + more > BUCKET_BYTES and 2 * size > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
         bucket.append(name)

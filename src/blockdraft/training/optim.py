@@ -17,7 +17,7 @@ from blockdraft.training.adamw_bf16 import LowAdamW
 from blockdraft.training.shards import Exchange, Seat, rounds_of, share_out
 
 if TYPE_CHECKING:
-    from blockdraft.training.optim_triton import FusedAdamW, FusedNorm
+    from blockdraft.training.optim_triton import FusedAdamW, FusedNorm, Located
 
 
 def lr_scale(step: int, total_steps: int, config: OptimConfig) -> float:
@@ -73,6 +73,8 @@ class MasterOptimizer:
         self._is_fused = device.type == "cuda" and is_low and config.optimizer != "muon"
         """Whether one kernel measures all gradients and one updates everything."""
         self._norm: FusedNorm | None = None
+        self._begun: tuple[Located, int] | None = None
+        """Where the gradients lie, and from which number on their norm is being measured (`measure_all_but`)."""
         self._updates: list[FusedAdamW | None] = []
         """Of each round; None where nothing in it is this drafter's."""
         self.parts = self._make_parts()
@@ -173,9 +175,25 @@ class MasterOptimizer:
         self.land(list(self.weights))
         return [self.gradient(name) for name in self.weights]
 
+    def measure_all_but(self, names: list[str]) -> None:
+        """Begins to measure all gradients but those of these weights, the first ones: theirs are not final yet.
+
+        Only where one kernel measures; it fills the time that the last sum takes.
+        """
+        if self._norm is None:
+            return
+        assert set(names) == set(list(self.weights)[: len(names)]), "gradients are made in another order"
+        self._begun = self._locate_all(), len(names)
+        self._norm.measure_from(*self._begun)
+
+    def _locate_all(self) -> "Located":
+        from blockdraft.training.optim_triton import locate
+
+        return locate([self.gradient(name) for name in self.weights])
+
     def forget_gradients(self) -> None:
         """Frees every gradient; the next ones are a new step's."""
-        self._is_kept = False
+        self._is_kept, self._begun = False, None
         for weight, total in zip(self.weights.values(), self._sums.values(), strict=True):
             weight.grad = total.grad = None
 
@@ -226,8 +244,8 @@ class MasterOptimizer:
             self._norm = FusedNorm(list(self.weights.values()))
             self._updates = [self._build_update(names) for names in self.rounds]
         # Neither waits for the device: a list of counters, each moved by a tensor, would.
-        located = locate([self.gradient(name) for name in self.weights])
-        norm = self._norm.measure(located)
+        located, known_from = self._begun or (self._locate_all(), None)
+        norm = self._norm.measure(located, known_from)
         factor, is_lost = self._clip(norm)
         self._steps += 1 - is_lost
         for names, update in zip(self.rounds, self._updates, strict=True):

@@ -70,13 +70,14 @@ def update_kernel(
     tl.store(weight_ptr + n, master.to(low), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Of any first program: a kernel for each would be compiled in the middle of a run.
+@triton.jit(do_not_specialize=["first_program"])  # type: ignore[untyped-decorator]
 def norm_kernel(
-    gradient_ptr: "Any", tensor_ptr: "Any", start_ptr: "Any", size_ptr: "Any", sum_ptr: "Any",
+    gradient_ptr: "Any", tensor_ptr: "Any", start_ptr: "Any", size_ptr: "Any", sum_ptr: "Any", first_program: "Any",
     BFLOAT16: tl.constexpr, IS_KEPT: tl.constexpr, ALIGN: tl.constexpr, B: tl.constexpr, PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """`sum_ptr` [P]: the sum of squares of each program's elements."""
-    program = tl.program_id(0)
+    program = first_program + tl.program_id(0)
     tensor = tl.load(tensor_ptr + program)
     first = (program - tl.load(start_ptr + tensor)).to(tl.int64) * B
     size = tl.multiple_of(tl.load(size_ptr + tensor), ALIGN)
@@ -115,6 +116,8 @@ class Places:
     def __init__(self, sizes: list[int], size: int, device: torch.device) -> None:
         counts = [-(-one // size) for one in sizes]
         starts = [0, *itertools.accumulate(counts)]
+        self.first_programs = tuple(starts)
+        """Of each tensor, and the number of all."""
         self.num_programs = starts.pop()
         numbers = torch.arange(len(sizes), dtype=torch.int32)
         self.tensor_P = numbers.repeat_interleave(torch.tensor(counts)).to(device)
@@ -132,15 +135,25 @@ class FusedNorm:
         self.places = Places([weight.numel() for weight in weights], NORM_PROGRAM, weights[0].device)
         self.sum_P = torch.empty(self.places.num_programs, device=weights[0].device)
 
-    def measure(self, gradients: Located) -> Tensor:
-        """Euclidean, over all of them together."""
+    def measure(self, gradients: Located, known_from: int | None = None) -> Tensor:
+        """Euclidean, over all of them together; those from `known_from` on are `measure_from`'s."""
         places = self.places
-        norm_kernel[(places.num_programs,)](
-            gradients.address, places.tensor_P, places.start, places.size, self.sum_P,
+        self._square(gradients, 0, places.num_programs if known_from is None else places.first_programs[known_from])
+        return self.sum_P.sum().sqrt()
+
+    def measure_from(self, gradients: Located, number: int) -> None:
+        """Begins with the gradients from this number on; the bits of `measure` are the same."""
+        self._square(gradients, self.places.first_programs[number], self.places.num_programs)
+
+    def _square(self, gradients: Located, first: int, last: int) -> None:
+        places = self.places
+        if first == last:
+            return
+        norm_kernel[(last - first,)](
+            gradients.address, places.tensor_P, places.start, places.size, self.sum_P, first,
             BFLOAT16=self.is_bfloat16, IS_KEPT=gradients.is_kept, ALIGN=places.align, B=NORM_PROGRAM, PART=NORM_PART,
             num_warps=NORM_WARPS,
         )  # fmt: skip
-        return self.sum_P.sum().sqrt()
 
 
 class Slot(NamedTuple):

@@ -120,7 +120,8 @@ class DrafterStep:
         self.slot_loss, self.slot_kl = choose_slot_loss(drafter.device), choose_slot_kl(drafter.device)
         self.seat = seat
         self.optimizer = MasterOptimizer(drafter, optim, seat)
-        self.buckets = GradientBuckets(self.optimizer.weights, self.optimizer.gradient, self.optimizer.land)
+        optimizer = self.optimizer
+        self.buckets = GradientBuckets(optimizer.weights, optimizer.gradient, optimizer.land, optimizer.measure_all_but)
         self.num_slots = drafter.shape.block_size - 1
         self.sums = zero_sums(self.num_slots, drafter.device)
         self.grad_norm = torch.zeros((), device=drafter.device)
@@ -159,9 +160,10 @@ class DrafterStep:
             weight_RAS = dpace_weights(loss_RAS, weight_RAS > 0)
         loss = weighted_loss(loss_RAS, weight_RAS, denominator)
         self._measured.append(measure_health(features_RTC, loss))
+        # In front of the backward: behind it the counts' sum, the last of a step, would wait for these small kernels.
+        self.sums = add_sums(self.sums, slot_sums(loss.detach(), correct_RAS, blocks.supervised_RAS))
         loss.backward()
         self.num_micro_batches += 1
-        self.sums = add_sums(self.sums, slot_sums(loss, correct_RAS, blocks.supervised_RAS))
 
     def _against_target(self, drafted_MD: Tensor, final_MD: Tensor, label_M: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and correctness of every slot when the target's own distribution, or its argmax, is what counts."""

@@ -59,7 +59,8 @@ def build(log: list[str]) -> tuple[Stack, GradientBuckets]:
         found = weights[name].grad
         return torch.zeros_like(weights[name]) if found is None else found
 
-    return stack, GradientBuckets(weights, gradient, lambda names: log.append(f"landed {names}"))
+    landed, all_but = (lambda names, what=what: log.append(f"{what} {names}") for what in ("landed", "all but"))
+    return stack, GradientBuckets(weights, gradient, landed, all_but)
 
 
 def test_a_bucket_is_started_when_its_gradients_are_made(one_each):
@@ -75,9 +76,9 @@ def test_a_bucket_is_started_when_its_gradients_are_made(one_each):
     assert log[-1] == "start 3"
     counts = torch.ones(3)
     found.finish(counts)
-    assert log[-10:] == [
-        *("start 4", "wait", "landed ['idle']", "wait", "landed ['third.weight']"),
-        *("wait", "landed ['second.weight']", "wait", "landed ['first.weight']", "wait"),
+    assert log[-11:] == [
+        *("start 4", "wait", "landed ['idle']", "wait", "landed ['third.weight']", "wait", "landed ['second.weight']"),
+        *("all but ['first.weight']", "wait", "landed ['first.weight']", "wait"),
     ]
     assert total.sums[-1][0] is counts
     assert total.sums[3][0] is stack.first.weight.grad
@@ -114,7 +115,10 @@ def test_buckets_hold_every_gradient_in_order():
         ((10,) * 5, [5]),
         ((half,) * 5, [2, 2, 1]),
         ((3 * half, *(10,) * 5), [1, 5]),
-        ((10, 3 * half, 10), [1, 1, 1]),
+        # What is not half full waits for the next one, however large.
+        ((10, 3 * half, 10), [2, 1]),
+        ((half // 2, half // 2, half + 1), [3]),
+        ((half // 2, half // 2 + 1, half + 1), [2, 1]),
         ((), []),
     ):
         weights = shapes(*sizes)
