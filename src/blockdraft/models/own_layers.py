@@ -285,7 +285,6 @@ class _Enter(Function):
         d_key = ops.rotate_heads_backward(block_key_QG.contiguous(), key_NG, *own)
         ops.sum_rows_onto(d_UJ[:, num_key:], context_value_UG.contiguous(), None)
         ops.sum_rows_onto(d_NX[:, asked + num_key :], block_value_QG.contiguous(), rows.expand)
-
         normed_ND = torch.mm(d_NX, joined(query_weight, key_weight, value_weight) if is_alike else keys_JD)
         if rows.drop is not None:
             ops.add_drafted(normed_ND, torch.mm(d_query.x_NF, query_weight), rows.drop)
