@@ -61,12 +61,18 @@ def main(paths: Sequence[str]) -> int:
     beside, alone = run(paths, BESIDE), run(paths, ALONE)
     passed, failed, skipped, code = (sum(both) for both in zip(beside, alone, strict=True))
     seconds = time.monotonic() - started
-    counts = f"{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s"
     if alone.skipped and must_not_skip():
-        counts, code = f"{counts}; {alone.skipped} of those marked alone were skipped, which none may be here", 1
+        sys.stdout.write(f"{alone.skipped} of the tests marked alone were skipped, which none may be on this machine\n")
+        code = 1
     if not passed:
-        counts, code = f"{counts}; no test ran", 1
-    sys.stdout.write(f"==== whole suite: {counts}: {'FAILED' if code or failed else 'well'} ====\n")
+        sys.stdout.write("no test ran\n")
+        code = 1
+    if code and not failed:
+        sys.stdout.write("a part of the suite died, was interrupted or could not be read: see above\n")
+    counted = ((failed, "failed"), (passed, "passed"), (skipped, "skipped"))
+    counts = ", ".join(f"{count} {what}" for count, what in counted if count) or "no tests ran"
+    # As pytest closes a run of its own, for whoever looks for that line.
+    sys.stdout.write(f"{f' {counts} in {seconds:.2f}s ':=^80}\n")
     return 1 if code or failed else 0
 
 
