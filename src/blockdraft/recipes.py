@@ -58,7 +58,7 @@ def smollm2_demo() -> RunConfig:
         loss=LossConfig(gamma=2.0, draft_vocab="data"),
         optim=OptimConfig(lr=2e-3, norm_lr=2e-2, clip=1.0, schedule="wsd", warmup=15 / steps, decay=0.5, final_lr=0.05),
         # The target's forward costs several of the drafter's steps: it reads each document once.
-        runtime=RuntimeConfig(targets=("cpu",), drafters=("cpu",), keep_features=True, attention="sdpa"),
+        runtime=RuntimeConfig(targets=("cpu",), drafters=("cpu",), keep_features=True),
         eval=EvalConfig(every=320, num_prompts=16, max_new_tokens=40),
     )
 
