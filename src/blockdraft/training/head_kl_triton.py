@@ -39,18 +39,24 @@ def _between_kl_overwrite(
 ) -> None:  # fmt: skip
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = row * P + part
-    largest, log_sum, holder = join_slices(largest_ptr, total_ptr, row, P, P2)
-    target_largest, target_log_sum, target_holder = join_slices(target_largest_ptr, target_total_ptr, row, P, P2)
+    largest_P, largest, log_sum = join_slices(largest_ptr, total_ptr, row, P, P2)
+    target_largest_P, target_largest, target_log_sum = join_slices(target_largest_ptr, target_total_ptr, row, P, P2)
     ids = part * SLICE + tl.arange(0, SLICE)
     inside = ids < NUM_IDS
     x = tl.load(product_ptr + row * stride + ids, mask=inside, other=0.0)
     x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
     y = tl.load(target_ptr + row * stride + ids, mask=inside, other=0.0)
     y, _ = finish_logits(y, multiplier, softcap, HAS_SOFTCAP)
-    if part == holder:
-        tl.store(drafted_ptr + row, first_of(x, largest, ids, NUM_IDS))
-    if part == target_holder:
-        tl.store(chosen_ptr + row, first_of(y, target_largest, ids, NUM_IDS))
+    if tl.load(largest_ptr + slot) == largest:
+        first, holder = first_of(x, largest_P, largest, ids, NUM_IDS, P2)
+        tl.store(drafted_ptr + row, first, mask=part == holder)
+    if tl.load(target_largest_ptr + slot) == target_largest:
+        first, holder = first_of(y, target_largest_P, target_largest, ids, NUM_IDS, P2)
+        tl.store(chosen_ptr + row, first, mask=part == holder)
+    if part == 0:
+        # Rows of no numbers have their maximum nowhere.
+        tl.store(drafted_ptr + row, NUM_IDS, mask=largest != largest)
+        tl.store(chosen_ptr + row, NUM_IDS, mask=target_largest != target_largest)
     share = tl.exp(y - target_log_sum)
     tl.store(kl_ptr + slot, tl.sum(tl.where(inside, share * ((y - target_log_sum) - (x - log_sum)), 0.0), 0))
     gradient = (tl.exp(x - log_sum) - share) * multiplier

@@ -54,24 +54,23 @@ def find_slice(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_slices(largest_ptr: "Any", total_ptr: "Any", row: "Any", P: tl.constexpr, P2: tl.constexpr) -> "Any":
-    """The row's maximum, the log of its sum of exponentials and the first slice that has the maximum.
-
-    P2 is P or the next power of two. A row of no numbers has its maximum nowhere: slice 0 stands for it.
-    """
+    """The slices' maxima, the row's, and the log of its sum of exponentials; P2 is P or the next power of two."""
     part = tl.arange(0, P2)
     inside = part < P
     largest_P = tl.load(largest_ptr + row * P + part, mask=inside, other=-float("inf"))
     total_P = tl.load(total_ptr + row * P + part, mask=inside, other=0.0)
     largest = tl.max(largest_P, 0)
-    holder = tl.min(tl.where(inside & (largest_P == largest), part, P2), 0)
-    holder = tl.where(holder < P2, holder, 0)
-    return largest, largest + tl.log(tl.sum(total_P * tl.exp(largest_P - largest), 0)), holder
+    return largest_P, largest, largest + tl.log(tl.sum(total_P * tl.exp(largest_P - largest), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def first_of(x: "Any", largest: "Any", ids: "Any", NUM_IDS: tl.constexpr) -> "Any":
-    """The first id of a slice that has the row's maximum, as argmax has it; NUM_IDS where none has."""
-    return tl.min(tl.where((x == largest) & (ids < NUM_IDS), ids, NUM_IDS), 0)
+def first_of(x: "Any", largest_P: "Any", largest: "Any", ids: "Any", NUM_IDS: tl.constexpr, P2: tl.constexpr) -> "Any":
+    """The first id of a slice that has the row's maximum, as argmax has it, and the first such slice.
+
+    Nearly every slice has a smaller maximum than its row: it need not look.
+    """
+    holder = tl.min(tl.where(largest_P == largest, tl.arange(0, P2), P2), 0)
+    return tl.min(tl.where((x == largest) & (ids < NUM_IDS), ids, NUM_IDS), 0), holder
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -99,16 +98,16 @@ def _between_overwrite(
     correct_ptr: "Any", stride: "Any", multiplier: "Any", softcap: "Any", NUM_IDS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, SLICE: tl.constexpr, P: tl.constexpr, P2: tl.constexpr,
 ) -> None:  # fmt: skip
-    # The last rows first: the cache still holds some of them.
-    row, part = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64), tl.program_id(0)
-    largest, log_sum, holder = join_slices(largest_ptr, total_ptr, row, P, P2)
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    largest_P, largest, log_sum = join_slices(largest_ptr, total_ptr, row, P, P2)
     label = tl.load(label_ptr + row)
     is_known = label >= 0
     ids = part * SLICE + tl.arange(0, SLICE)
     x = tl.load(product_ptr + row * stride + ids, mask=ids < NUM_IDS, other=0.0)
     x, slope = finish_logits(x, multiplier, softcap, HAS_SOFTCAP)
-    if part == holder:
-        tl.store(correct_ptr + row, (first_of(x, largest, ids, NUM_IDS) == label).to(tl.int8))
+    if tl.load(largest_ptr + row * P + part) == largest:
+        first, holder = first_of(x, largest_P, largest, ids, NUM_IDS, P2)
+        tl.store(correct_ptr + row, (first == label).to(tl.int8), mask=part == holder)
     gradient = tl.exp(x - log_sum)
     if HAS_SOFTCAP:
         gradient = gradient * slope
@@ -125,6 +124,8 @@ def _between_overwrite(
     if part == 0:
         at_label = tl.load(at_label_ptr + row, mask=is_known, other=0.0)
         tl.store(ce_ptr + row, tl.where(is_known, log_sum - at_label, 0.0))
+        # A row of no numbers has its maximum nowhere.
+        tl.store(correct_ptr + row, 0, mask=largest != largest)
 
 
 def between_triton(product_MV: Tensor, label_M: Tensor, finish: Finish, ce_M: Tensor, correct_M: Tensor) -> None:
