@@ -350,6 +350,7 @@ class _Leave(Function):
         ops: LayerOps = ctx.ops
         attended_MF, sum_MD, rstd_M, *weights = ctx.saved_tensors
         out_weight, norm_weight, gate_weight, up_weight, down_weight = weights
+        assert ctx.products, "a second backward: the first one's gradient lies over what it would read"
         upstream_MI = torch.mm(delta_MD, down_weight)
         d_product_MJ, hidden_MI = ops.swiglu_backward_onto(upstream_MI, ctx.products.pop())
         d_down = torch.mm(delta_MD.t(), hidden_MI)

@@ -192,6 +192,15 @@ def test_gradients_come_half_a_layer_at_a_time_and_are_not_copied(monkeypatch):
     assert all(gradient.untyped_storage().data_ptr() in made and gradient.is_contiguous() for gradient in matrices)
 
 
+def test_a_second_backward_is_an_error_and_no_other_gradient():
+    # The first one has written over what the forward kept.
+    drafter = build()
+    loss = lose(forward(compile_drafter(drafter, "kernels"), drafter, problem(drafter)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="a second backward"):
+        loss.backward()
+
+
 def test_ranges_of_the_context_are_made_once_for_layers_alike(monkeypatch):
     pytest.importorskip("triton")
     from blockdraft.models import block_attention

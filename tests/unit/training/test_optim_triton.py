@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blockdraft.training import buckets
+from blockdraft.training.buckets import GradientBuckets
 from blockdraft.training.optim import MasterOptimizer
 from compiled_for_gpu import compile_for_gpu
 from interpreted import run_interpreted
@@ -29,6 +31,7 @@ def compare() -> None:
         one_kernel(moments)
     for choice in ("adamw", "adamw_bf16"):
         whole_optimizer(choice)
+    beside_a_sum()
     sys.stdout.write("interpreted alike\n")
 
 
@@ -124,6 +127,56 @@ def whole_optimizer(choice: str) -> None:
     for name, value in snapshot(fused).items():
         assert torch.equal(value, snapshot(restored)[name]), name
     assert int(fused.skipped) == int(plain.skipped) == 1
+
+
+class Doubled:
+    """A sum over two equal replicas that changes nothing before it is waited for; adds `more[n]` to its nth bucket."""
+
+    def __init__(self, more: dict[int, float]) -> None:
+        self.more, self.buckets, self.num_ended = more, [], 0
+
+    def start(self, bucket: list[torch.Tensor]) -> None:
+        self.buckets.append(bucket)
+
+    def wait(self) -> None:
+        for value in self.buckets[self.num_ended]:
+            value.mul_(2).add_(self.more.get(self.num_ended, 0.0))
+        self.num_ended += 1
+
+
+def beside_a_sum() -> None:
+    """The norm of sums that end one after the other is that of all of them at once, bit for bit."""
+    buckets.BUCKET_BYTES = 1
+    nets = [module(torch.bfloat16) for _ in range(2)]
+    summed, whole = (MasterOptimizer(net, dataclasses.replace(CONFIG, clip=1.0)) for net in nets)
+    for optimizer in (summed, whole):
+        optimizer._is_fused = True
+        optimizer.rehearse()
+    parts = GradientBuckets(summed.weights, summed.gradient, summed.land, summed.measure_all_but)
+    assert len(parts.layout) == 3
+    nan, held = float("nan"), []
+    for number, more in enumerate([{}, {0: nan}, {1: nan}, {2: nan}, {2: float("inf")}, {}, None, {}]):
+        gradients = gradients_for(nets[0], number)
+        for optimizer, net in zip((summed, whole), nets, strict=True):
+            if number % 2 == 0:
+                optimizer.keep_gradients()
+            is_summed = more is not None and optimizer is summed
+            if is_summed:
+                # What was summed stays alive: memory that is read too late must not be the next gradients'.
+                held.append(Doubled(more))
+                parts.begin(held[-1])
+            push(net, gradients if is_summed or more is None else [2 * gradient for gradient in gradients])
+            if is_summed:
+                parts.finish(torch.zeros(1))
+        norms = [optimizer.step(0.9) for optimizer in (summed, whole)]
+        if more:
+            assert not torch.isfinite(norms[0])
+            whole.load_state_tensors(snapshot(summed))
+        else:
+            assert torch.equal(*norms), number
+        one, other = snapshot(summed), snapshot(whole)
+        assert all(torch.equal(value, other[name]) for name, value in one.items()), number
+    assert int(summed.skipped) == 4 and float(summed._steps[0]) == 4
 
 
 def test_the_update_equals_torchs_adamw_when_interpreted():

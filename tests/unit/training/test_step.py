@@ -10,7 +10,9 @@ from blockdraft.models.target import Target
 from blockdraft.runtime.slots import Filler, Slot
 from blockdraft.runtime.transfers import to_device
 from blockdraft.runtime.warm_up import warm_up_drafter
+from blockdraft.training import buckets
 from blockdraft.training.metrics import report
+from blockdraft.training.optim import MasterOptimizer
 from blockdraft.training.step import DrafterStep
 from integration.tiny import tiny_drafter, tiny_target
 from unit.data.test_loader import LENGTHS, config, store_of
@@ -168,6 +170,23 @@ def test_gradients_are_summed_before_they_are_clipped():
         step.finish(0)
         norms.append(float(step.grad_norm))
     assert norms[1] == pytest.approx(3 * norms[0], rel=1e-5)
+
+
+def test_the_norm_is_begun_when_all_but_the_last_bucket_are_summed(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    begun: list[list[str]] = []
+    monkeypatch.setattr(MasterOptimizer, "measure_all_but", lambda _self, names: begun.append(names))
+    target = tiny_target("llama")
+    (fill,) = Loader(store_of(LENGTHS), config()).fills(0, 1)  # type: ignore[arg-type]
+    slot, (one,) = filled(target, fill, 2), fill.passes
+    step = step_for(target)
+    step.sum_gradients = Multiplied(1.0)
+    step.begin_sum()
+    step.micro_batch(slot.features_RTC, to_device(one, CPU), one.denominator)
+    assert begun == []
+    step.finish(0)
+    # The first weight of the forward.
+    assert begun == [["fc.weight"]]
 
 
 def test_joining_leaves_no_trace_in_the_first_step():
