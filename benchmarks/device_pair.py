@@ -28,6 +28,7 @@ import torch
 from device_run import alone, say, synchronize, tell, train
 from device_shapes import TARGETS, make_loader, make_step, make_target
 from device_sums import Replica, Stopwatch, Sums, measure_sums
+from peer_sums import NUM_LANES
 from transformers import AutoModelForCausalLM
 
 from blockdraft.data.loader import Fill, Loader
@@ -48,6 +49,7 @@ class Bench:
         self.shapes, self.steps, self.documents = args.shapes, args.steps, args.documents
         self.float8: bool = args.float8
         self.ctas: list[str] = args.ctas
+        self.lanes: list[int] = args.lanes
         self.sums: list[Literal["nccl", "peer"]] = args.sums
         self.devices = [torch.device(name) for name in args.devices]
         self.is_gpu = self.devices[0].type == "cuda"
@@ -115,7 +117,10 @@ def clear() -> None:
 
 def part_sums(bench: Bench) -> None:
     bounded = [(1, Sums("nccl", int(ctas))) for ctas in bench.ctas if "nccl" in bench.sums]
-    time_sums(bench, bench.several, [*((number, Sums(by)) for number in (1, 2) for by in bench.sums), *bounded])
+    chosen = [
+        Sums(by, lanes=lanes) for by in bench.sums for lanes in (bench.lanes if by == "peer" else bench.lanes[:1])
+    ]
+    time_sums(bench, bench.several, [*((number, sums) for number in (1, 2) for sums in chosen), *bounded])
 
 
 def part_whole(bench: Bench) -> None:
@@ -299,6 +304,9 @@ def main() -> None:
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--ctas", nargs="*", default=["16", "8", "4"], help="bounds on what NCCL takes, for `sums`")
+    parser.add_argument(
+        "--lanes", nargs="+", type=int, default=[NUM_LANES], help="buckets under way, for `--sums peer`"
+    )
     parser.add_argument("--sums", nargs="+", choices=["nccl", "peer"], default=["nccl"], help="by what, for `sums`")
     parser.add_argument("--float8", action="store_true", help="targets with products in float8")
     parser.add_argument("--several", default="kernels", help="how drafters run whose gradients are summed")

@@ -8,16 +8,17 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-from peer_sums import PeerGroup, PeerSum, largest_bucket
+from peer_sums import NUM_LANES, PeerGroup, PeerSum, largest_bucket
 
 from blockdraft.data.loader import Fill
 from blockdraft.runtime.distributed import GradientSum, join_world
 from blockdraft.runtime.meeting import Meeting
 from blockdraft.runtime.transfers import to_device
-from blockdraft.training.buckets import SumGradients
+from blockdraft.training.buckets import GradientBuckets, SumGradients
 from blockdraft.training.step import DrafterStep
 
 WARM, TIMED = 2, 5
@@ -30,9 +31,13 @@ class Sums(NamedTuple):
     by: Literal["nccl", "peer"] = "nccl"
     most_ctas: int | None = None
     """Multiprocessors that NCCL may take; None leaves it to NCCL."""
+    lanes: int = NUM_LANES
+    """Buckets that copies have on their way at a time."""
 
     def __str__(self) -> str:
-        return "copies" if self.by == "peer" else f"NCCL's CTAs {self.most_ctas or 'its own choice'}"
+        if self.by == "peer":
+            return f"copies in {self.lanes} lanes"
+        return f"NCCL's CTAs {self.most_ctas or 'its own choice'}"
 
 
 class Stopwatch:
@@ -73,7 +78,8 @@ class Replica:
         self.denominator = one.denominator
         self.total: SumGradients | None = None
         self.one_number = torch.zeros(128, device=self.device)
-        self.announce = step.buckets.announce
+        # The class's: another replica of this step may have left it silent.
+        self.announce = partial(GradientBuckets.announce, step.buckets)
         self.waits: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []
         self.waited_ms = 0.0
         step.timed = self._timed
@@ -160,7 +166,8 @@ class Contest:
         self.peers: PeerGroup | None = None
         if sums.by == "peer":
             largest = max(replica.largest_bucket() for replica in replicas)
-            self.peers = PeerGroup([replica.device for replica in replicas], largest, self._check)
+            devices = [replica.device for replica in replicas]
+            self.peers = PeerGroup(devices, largest, self._check, num_lanes=sums.lanes)
         self.compiling = threading.Lock()
         self.found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         self.errors: list[BaseException] = []

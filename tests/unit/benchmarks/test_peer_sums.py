@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peer_streams import AtOnce, streams_between
-from peer_sums import ALIGNMENT, PeerGroup, PeerSum, cut_shares, largest_bucket, turns
+from peer_sums import ALIGNMENT, PeerGroup, PeerSum, cut_shares, largest_bucket
 from torch import nn
 
 from blockdraft.config import ConfigError
@@ -64,15 +64,6 @@ def test_shares_cover_every_element_once_are_even_and_cut_at_multiples(sizes, nu
     assert all(bool((one == 1).all()) for one in seen)
     # In the order of the bucket, so that a share is contiguous.
     assert [piece for share in shares for piece in share] == sorted(piece for share in shares for piece in share)
-
-
-@pytest.mark.parametrize("size", range(2, 9))
-def test_in_a_turn_everybody_sends_to_one_and_receives_from_one(size):
-    pairs = list(turns(size))
-    assert sorted(pairs) == [(a, b) for a in range(size) for b in range(size) if a != b]
-    for turn in range(size - 1):
-        now = pairs[turn * size : (turn + 1) * size]
-        assert sorted(a for a, _ in now) == sorted(b for _, b in now) == list(range(size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
