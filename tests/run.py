@@ -59,21 +59,22 @@ def main(paths: Sequence[str]) -> int:
     """Both runs, whatever the first comes to; 0 when all is well."""
     started = time.monotonic()
     beside, alone = run(paths, BESIDE), run(paths, ALONE)
-    passed, failed, skipped, code = (sum(both) for both in zip(beside, alone, strict=True))
+    passed, failed, skipped, _ = (sum(both) for both in zip(beside, alone, strict=True))
     seconds = time.monotonic() - started
+    errors = []
+    if any(part.code and not part.failed for part in (beside, alone)):
+        errors.append("a part of the suite died, was interrupted or could not be read: see above")
     if alone.skipped and must_not_skip():
-        sys.stdout.write(f"{alone.skipped} of the tests marked alone were skipped, which none may be on this machine\n")
-        code = 1
-    if not passed:
-        sys.stdout.write("no test ran\n")
-        code = 1
-    if code and not failed:
-        sys.stdout.write("a part of the suite died, was interrupted or could not be read: see above\n")
-    counted = ((failed, "failed"), (passed, "passed"), (skipped, "skipped"))
-    counts = ", ".join(f"{count} {what}" for count, what in counted if count) or "no tests ran"
+        errors.append(f"{alone.skipped} of the tests marked alone were skipped, which none may be on this machine")
+    if not passed + failed:
+        errors.append("no test ran")
+    sys.stdout.write("".join(f"{error}\n" for error in errors))
+    # What no test tells of is an error in the last line too: who reads that one alone must not take it for well.
+    counted = ((failed, "failed"), (passed, "passed"), (skipped, "skipped"), (len(errors), "error"))
+    counts = ", ".join(f"{count} {what}{'s' * (what == 'error' and count > 1)}" for count, what in counted if count)
     # As pytest closes a run of its own, for whoever looks for that line.
     sys.stdout.write(f"{f' {counts} in {seconds:.2f}s ':=^80}\n")
-    return 1 if code or failed else 0
+    return 1 if errors or failed else 0
 
 
 if __name__ == "__main__":

@@ -18,14 +18,18 @@ SCRIPT = Path(run.__file__)
         (Found(7, 0, 1, 0), Found(2, 0, 0, 0), 0, ["= 9 passed, 1 skipped in 0."]),
         (Found(7, 1, 0, 1), Found(2, 0, 0, 0), 1, ["= 1 failed, 9 passed in 0."]),
         (Found(7, 0, 0, 0), Found(1, 1, 0, 1), 1, ["= 1 failed, 8 passed in 0."]),
-        # Interrupted, or broken before it wrote results.
-        (Found(0, 0, 0, 2), Found(2, 0, 0, 0), 1, ["a part of the suite died", "= 2 passed in 0."]),
-        (Found(0, 0, 0, 0), Found(0, 0, 0, 0), 1, ["no test ran", "a part of", "= no tests ran in 0."]),
+        # Interrupted, or broken before it wrote results: no test tells of it.
+        (Found(0, 0, 0, 2), Found(2, 0, 0, 0), 1, ["a part of the suite died", "= 2 passed, 1 error in 0."]),
+        (Found(9, 0, 0, 0), Found(0, 0, 0, 1), 1, ["a part of the suite died", "= 9 passed, 1 error in 0."]),
+        (Found(7, 1, 0, 1), Found(0, 0, 0, 1), 1, ["a part of the", "= 1 failed, 7 passed, 1 error in 0."]),
+        (Found(0, 0, 0, 0), Found(0, 0, 0, 0), 1, ["no test ran", "= 1 error in 0."]),
+        (Found(0, 0, 0, 4), Found(0, 0, 0, 4), 1, ["a part of the", "no test ran", "= 2 errors in 0."]),
+        (Found(0, 1, 0, 1), Found(0, 0, 0, 0), 1, ["= 1 failed in 0."]),
         (
             Found(7, 0, 0, 0),
             Found(2, 0, 1, 0),
             1,
-            ["1 of the tests marked alone were", "a part of", "= 9 passed, 1 skipped"],
+            ["1 of the tests marked alone were", "= 9 passed, 1 skipped, 1 error in 0."],
         ),
     ],
 )
@@ -65,6 +69,18 @@ def test_what_dies_fails_or_cannot_be_read_is_counted_and_the_rest_runs(tmp_path
     assert done.returncode == 1, done.stderr
     last = done.stdout.splitlines()[-1]
     assert "= 2 failed, 3 passed in " in last
+
+
+def test_a_part_that_dies_is_an_error_of_the_last_line(tmp_path):
+    # As a test that hangs ends its process; what was well in the other part must not hide it.
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone: as here\n")
+    (tmp_path / "test_well.py").write_text("def test_it():\n    pass\n")
+    (tmp_path / "test_race.py").write_text(
+        "import os\nimport pytest\n\npytestmark = pytest.mark.alone\n\ndef test_it():\n    os._exit(1)\n"
+    )
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "= 1 passed, 1 error in " in done.stdout.splitlines()[-1]
 
 
 def test_races_are_among_those_that_may_not_be_skipped():
