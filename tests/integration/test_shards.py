@@ -115,6 +115,8 @@ def test_one_drafter_has_nobody_to_divide_with(files, tmp_path):
         run_control(config)
 
 
+# `assert_ends` has a limit of seconds.
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_drafter_that_dies_inside_the_exchange(files, tmp_path, monkeypatch, rank):
     hand_out, begun = GradientSum.hand_out, []
