@@ -7,7 +7,6 @@ room for one copy: a save that comes while the one before is still being written
 
 import errno
 import queue
-import shutil
 import threading
 import time
 import traceback
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from blockdraft.config import ConfigError
 from blockdraft.runtime.spans import Lane
-from blockdraft.training.checkpoint import BEST, Best, Contents, record_best, write_checkpoint
+from blockdraft.training.checkpoint import BEST, Best, Contents, free_bytes, record_best, write_checkpoint
 
 BLOCK_BYTES = 2**30
 """torch rounds page-locked memory up to powers of two; so it is taken in blocks of one."""
@@ -44,11 +43,10 @@ def is_full(error: OSError) -> bool:
 
 def _spell_full(root: Path, what: str, num_bytes: int, error: OSError) -> str:
     """What was to be written, where, what it needs and what is there; what was half-written is gone by now."""
-    free = shutil.disk_usage(root).free
     return (
-        f"{root}: {what} could not be written: {error.strerror}; it needs {num_bytes:,} bytes, {free:,} are free there "
-        "without it; free more, or lower --keep-last, and go on with --resume auto. Complete checkpoints stay as they "
-        "are"
+        f"{root}: {what} could not be written: {error.strerror}; it needs {num_bytes:,} bytes, {free_bytes(root):,} "
+        "are free there without it; free more, or lower --keep-last, and go on with --resume auto. Complete "
+        "checkpoints stay as they are"
     )
 
 

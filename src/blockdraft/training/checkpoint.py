@@ -206,16 +206,20 @@ def leave_behind(root: Path, steps_done: int) -> list[str]:
     return [path.name for path in later]
 
 
+def free_bytes(path: Path) -> int:
+    """Of the file system that a path lies on, or would."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
 def check_space(path: Path, num_bytes: int, what: str) -> None:
     """Refuses to begin what does not fit.
 
     Raises:
         ConfigError: with what is needed, what is free and what to do.
     """
-    there = path
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    free = free_bytes(path)
     if free < num_bytes:
         raise ConfigError(
             f"{path}: {what} needs {num_bytes / 2**30:.3f} GiB, {free / 2**30:.3f} GiB are free; free space there, "

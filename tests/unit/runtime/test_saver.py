@@ -159,6 +159,24 @@ def test_a_disk_that_fills_up_in_a_save_is_said_with_numbers_and_without_a_trace
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
+def test_a_disk_that_does_not_even_take_the_directory_is_said_alike(tmp_path, monkeypatch):
+    bench, make = Bench(tmp_path / "checkpoints"), Path.mkdir
+
+    def full(self: Path, *arguments: object, **options: object) -> None:
+        if self.name == "checkpoints":
+            raise OSError(28, "No space left on device")
+        make(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    bench.saver.save(1)
+    bench.finish()
+    (message,) = bench.errors
+    assert message.startswith(
+        f"saving failed: {tmp_path}/checkpoints: the checkpoint of step 1 could not be written: No space left on device"
+    )
+    assert "Traceback" not in message
+
+
 def test_a_best_that_the_disk_does_not_take_is_said_alike(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
 
