@@ -70,6 +70,7 @@ def between_kl_triton(product_MV: Tensor, target_MV: Tensor, finish: Finish) -> 
     (num_rows, num_ids), device = product_MV.shape, product_MV.device
     num_slices = -(-num_ids // SLICE)
     assert product_MV.stride(0) == target_MV.stride(0)
+    assert finish.multiplier > 0, "the largest product is taken for the largest logit"
     softcap = 1.0 if finish.softcap is None else finish.softcap
     numbers = (product_MV.stride(0), finish.multiplier, softcap)
     constants = {"NUM_IDS": num_ids, "HAS_SOFTCAP": finish.softcap is not None, "SLICE": SLICE}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.training.head_kl import between_kl_eager, head_kl
+from blockdraft.training.head_loss import Finish
 from blockdraft.training.loss import slot_kl
 from interpreted import run_interpreted
 from unit.training.test_head_loss import FINISHES, compiled, distance, problem
@@ -66,7 +67,22 @@ def compare() -> None:
             assert torch.equal(found[2], plain[2])
             # Triton's interpreter cuts to bfloat16 where the hardware rounds: one unit in the last place.
             assert distance(found[3], plain[3].double()) < (1e-5 if dtype == torch.float32 else 5e-3)
+    compare_choices(head_kl_triton.between_kl_triton)
     sys.stdout.write("interpreted alike\n")
+
+
+def compare_choices(between) -> None:
+    """Several equal maxima, of one slice and of two, of either side; rows of no numbers choose no id."""
+    drafter_MV, target_MV = torch.zeros(4, 128), torch.zeros(4, 128)
+    drafter_MV[0, [7, 9, 100]] = target_MV[1, [7, 9, 100]] = 2.0
+    drafter_MV[1, [70, 127]] = target_MV[0, [70, 127]] = 2.0
+    drafter_MV[2] = target_MV[3] = float("nan")
+    drafter_MV[3, 80] = target_MV[2, 90] = 2.0
+    plain = between_kl_eager(drafter_MV.clone(), target_MV.clone(), Finish(0.5, None))
+    found = between(drafter_MV.clone(), target_MV.clone(), Finish(0.5, None))
+    torch.testing.assert_close(found[0], plain[0], equal_nan=True)
+    assert found[1].tolist() == [7, 70, 128, 80] and found[1][:2].equal(plain[1][:2])
+    assert found[2].tolist() == [70, 7, 90, 128] and found[2][:2].equal(plain[2][:2])
 
 
 def test_the_triton_kernel_equals_the_plain_stage_when_interpreted():

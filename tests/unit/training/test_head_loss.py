@@ -123,6 +123,10 @@ for between in (between_eager, head_loss_triton.between_triton):
     results.append((ce_M, correct_M))
 assert results[1][1].tolist() == results[0][1].tolist() == [True, False, False, True, False]
 torch.testing.assert_close(results[1][0], results[0][0], equal_nan=True)
+# Ids that fill every slice: no padding stands for the maximum of a row of no numbers.
+correct_M, nothing_MV = torch.ones(1, dtype=torch.bool), torch.full((1, 128), float("nan"))
+head_loss_triton.between_triton(nothing_MV, torch.tensor([3]), Finish(1.0, None), torch.empty(1), correct_M)
+assert not bool(correct_M)
 # A weight for all rows, as a bare sum's gradient is.
 gradient_ND = torch.randn(4, 2100)
 for weight_N in (torch.randn(4), torch.tensor(0.3).expand(4)):
