@@ -8,10 +8,14 @@ recipe as well: its flags are the fields of the recipe's RunConfig, and its modu
 
 import dataclasses
 import difflib
+import errno
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -43,19 +47,59 @@ VERBS: Final = {
 WITH_RECIPE: Final = ("doctor", "plan")
 """Verbs that may take a recipe first, and then flags over it."""
 EXIT_ERROR: Final = 2  # As for a flag that does not exist.
+EXIT_PIPE: Final = 141  # 128 + SIGPIPE, as shells have it.
+OF_THE_PLACE: Final = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
+    errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+)  # fmt: skip
+"""Errors of a path that a user named: no fault of the program."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 2 for what the user can mend, 130 for Ctrl-C."""
+    """Runs one command and returns the exit code: 2 for what the user can mend, 130 for Ctrl-C, 141 for `| head`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
+        return EXIT_ERROR
+    except BrokenPipeError:
+        if not _is_stdout_left():
+            raise
+        return EXIT_PIPE
+    except OSError as error:
+        if error.errno not in OF_THE_PLACE or error.filename is None:
+            raise
+        sys.stderr.write(
+            f"error: {error.filename}: {error.strerror}; make room or rights there, or name another place\n"
+        )
         return EXIT_ERROR
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
+
+
+def _open_streams() -> None:
+    """Output and errors that the shell has closed (`>&-`) go nowhere."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+
+
+def _is_stdout_left() -> bool:
+    """True if whoever read the output has gone; what is still in its buffer then goes nowhere."""
+    waiting = select.poll()
+    waiting.register(sys.stdout.fileno(), 0)
+    if not waiting.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return True
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -217,3 +219,38 @@ def test_a_second_signal_leaves_at_once(calls: Calls) -> None:
 
     sys.modules[VERBS["train"].module].run = stopped  # type: ignore[attr-defined]
     assert main(["train", "tiny"]) == 130
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "blockdraft.cli", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_broken_connection_is_no_reader_that_left(calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    calls.error = BrokenPipeError(errno.EPIPE, "a server's")
+    with pytest.raises(BrokenPipeError, match="a server's"), Path(os.devnull).open("w") as read:
+        monkeypatch.setattr(sys, "stdout", read)
+        main(["export"])
+
+
+def test_closed_output_is_no_fault():
+    command = [sys.executable, "-m", "blockdraft.cli", "--help"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EEXIST])
+def test_a_place_that_takes_no_file_is_a_message(calls: Calls, capsys: pytest.CaptureFixture[str], number: int):
+    calls.error = OSError(number, os.strerror(number), "there/file")
+    assert main(["export"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: there/file: {os.strerror(number)}; make room or rights there")
+
+
+def test_other_faults_of_files_keep_their_traceback(calls: Calls):
+    calls.error = FileNotFoundError(errno.ENOENT, "gone", "inside")
+    with pytest.raises(FileNotFoundError):
+        main(["export"])

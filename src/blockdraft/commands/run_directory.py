@@ -42,8 +42,34 @@ def check_usable(run_dir: Path, *, is_resumed: bool) -> None:
         ConfigError: with what is in the way.
     """
     check_writable(run_dir)
+    check_ours(run_dir, is_resumed=is_resumed)
     if is_resumed:
         starts_before(run_dir / ENVIRONMENT)
+
+
+def check_ours(run_dir: Path, *, is_resumed: bool) -> None:
+    """Refuses a directory of something else: a run would write over a model's config.json and remove `checkpoints`.
+
+    Raises:
+        ConfigError: with the file that is not a run's.
+    """
+    config, checkpoints = run_dir / "config.json", run_dir / "checkpoints"
+    other = ""
+    if config.is_file():
+        try:
+            found = json.loads(config.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or "run_dir" not in found:
+            other = "a config.json of something else"
+    elif (run_dir / "manifest.json").exists():
+        other = "a manifest.json, as token stores have it"
+    elif not is_resumed and checkpoints.is_dir() and any(checkpoints.iterdir()):
+        other = "checkpoints and no config.json of a run"
+    if other:
+        raise ConfigError(
+            f"run_dir {run_dir}: expected a new directory or that of a run, found {other}; choose another --run-dir"
+        )
 
 
 def check_writable(run_dir: Path) -> None:

@@ -141,7 +141,10 @@ def _check_run_dir(run_dir: Path, options: Options) -> None:
     Raises:
         ConfigError: it holds a run, and neither --resume nor --overwrite was given.
     """
-    if (run_dir / "metrics.jsonl").exists() and not options.resume and not options.overwrite:
+    from blockdraft.training.checkpoint import list_checkpoints
+
+    is_used = (run_dir / "metrics.jsonl").exists() or list_checkpoints(run_dir / "checkpoints")
+    if is_used and not options.resume and not options.overwrite:
         raise ConfigError(
             f"{run_dir} holds a run already; go on with --resume auto, start over with --overwrite, or choose another "
             "--run-dir"

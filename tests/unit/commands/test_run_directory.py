@@ -1,12 +1,13 @@
 """Files that a run writes before its first step."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from blockdraft.commands.run_directory import claim, starts_before
+from blockdraft.commands.run_directory import check_usable, claim, starts_before
 from blockdraft.config import ConfigError, RunConfig, read_config
 
 
@@ -48,3 +49,31 @@ def test_starts_are_read_and_none_are_where_nothing_tells_of_them(tmp_path):
     assert starts_before(file) == []
     file.write_text('{"started": ["2026-11-30T00:00:00+00:00"]}')
     assert starts_before(file) == ["2026-11-30T00:00:00+00:00"]
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"config.json": '{"architectures": ["Qwen3ForCausalLM"]}'}, "a config.json of something else"),
+        ({"config.json": "[1]"}, "a config.json of something else"),
+        ({"config.json": "{"}, "a config.json of something else"),
+        ({"manifest.json": "{}"}, "a manifest.json, as token stores have it"),
+        ({"checkpoints/model.pt": "weights"}, "checkpoints and no config.json of a run"),
+    ],
+)
+def test_a_directory_of_something_else_is_refused_and_left_as_it_is(tmp_path, files, found):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"expected a new directory or that of a run, found {found}; choose another"):
+        check_usable(tmp_path, is_resumed=False)
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+def test_new_and_used_run_directories_are_usable(tmp_path):
+    check_usable(tmp_path / "new", is_resumed=False)
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    check_usable(tmp_path / "run", is_resumed=True)
+    claim(tmp_path / "run", RunConfig(), is_resumed=True)
+    check_usable(tmp_path / "run", is_resumed=False)
+    assert "run_dir" in json.loads((tmp_path / "run" / "config.json").read_text())
