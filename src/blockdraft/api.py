@@ -84,7 +84,8 @@ def load_target(
     """A target with its tokenizer; with `drafter`, the layers that the drafter reads are captured.
 
     Raises:
-        ConfigError: the path holds no causal language model, or no tokenizer; the device is not there.
+        ConfigError: the path holds no causal language model, or no tokenizer, or another width than the drafter's; the
+            device is not there.
     """
     target = Target.load(
         TargetConfig(path=path, dtype=dtype, trust_remote_code=trust_remote_code),
@@ -93,6 +94,12 @@ def load_target(
         # Without a drafter nobody reads features: one layer will do, however few the target has.
         num_drafter_layers=1,
     )
+    if drafter is not None and drafter.shape.hidden_size != target.hidden_size:
+        raise ConfigError(
+            f"{path}: expected the target that the drafter was trained for, of width {drafter.shape.hidden_size} and "
+            f"{drafter.shape.num_target_layers} layers, found one of width {target.hidden_size} and "
+            f"{target.num_layers} layers; name that target"
+        )
     return LoadedTarget(target, load_tokenizer(path, trust_remote_code))
 
 

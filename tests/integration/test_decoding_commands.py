@@ -215,6 +215,15 @@ def test_export_writes_what_it_read(files, tmp_path, capsys):
         assert torch.equal(weight.bfloat16(), written[name])
 
 
+def test_a_target_of_another_width_is_an_error(files, tmp_path, capsys):
+    config = Qwen3Config(vocab_size=300, hidden_size=48, intermediate_size=48, num_hidden_layers=6, head_dim=16)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "wide")
+    command = ["generate", str(files / "export"), "hello", "--target", str(tmp_path / "wide"), "--device", "cpu"]
+    assert cli.main(command) == 2
+    said = "expected the target that the drafter was trained for, of width 32 and 6 layers, found one of width 48"
+    assert said in capsys.readouterr().err
+
+
 def test_a_drafter_that_is_not_there_is_an_error(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path / "nothing"), "--output", str(tmp_path / "x")]) == cli.EXIT_ERROR
     assert "expected a directory with an export, a checkpoint or a run" in capsys.readouterr().err

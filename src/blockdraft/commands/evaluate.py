@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from blockdraft.commands.outputs import check_file, check_seed
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ def _check(options: Options) -> None:
     set_names(options.prompts)
     if options.temperature and options.method == "replay":
         raise ConfigError("replay is greedy; sampled acceptance (--temperature above 0) needs --method decode")
+    if options.output is not None:
+        check_file(options.output)
+    check_seed(options.seed)
     for name in ("num_prompts", "max_new_tokens", "batch_size", "ngram_order", "ngram_tokens"):
         found = vars(options)[name]
         if found is not None and found < 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from blockdraft.commands.outputs import check_export
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def run(options: Options) -> int:
         ConfigError: there is no drafter at the source, or the format cannot say what it does.
         RuntimeError: what was read back is not what was written.
     """
+    check_export(options.output)
     from blockdraft.api import load_drafter
 
     drafter = load_drafter(options.source, device="cpu")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import tyro
 
+from blockdraft.commands.outputs import check_seed
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def run(options: Options) -> int:
     """
     if options.thinking and options.no_thinking:
         raise ConfigError("--thinking and --no-thinking: expected at most one of them, found both")
+    check_seed(options.seed)
     from blockdraft import api
 
     drafter = api.load_drafter(options.drafter, device=options.device, dtype=options.dtype)

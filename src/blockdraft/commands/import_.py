@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from blockdraft.commands.outputs import check_export
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def run(options: Options) -> int:
 
     if options.output.resolve() == options.source.resolve():
         raise ConfigError(f"--output {options.output}: expected another directory than the source")
+    check_export(options.output)
     config = read_json(options.source / CONFIG)
     left_out: list[str] = []
     if "speculators_model_type" in config:

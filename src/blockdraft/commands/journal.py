@@ -51,6 +51,10 @@ class Journal:
             with self._partial.open("r+b") as file:
                 file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
+        if len(lines) == 1 and lines[0].startswith(b'{"settings": '):
+            # No answer yet, so nothing to lose: the settings may be others by now.
+            self._partial.unlink()
+            lines = []
         if lines:
             self._resume(lines)
         self._file = self._partial.open("a", encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from blockdraft.commands.outputs import check_directory
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def run(options: Options) -> int:
     from blockdraft.models.target import load_tokenizer
 
     _check(options)
+    check_directory(options.output)
     tokenizer = load_tokenizer(options.target, options.trust_remote_code)
     template = ChatTemplate(tokenizer)
     drops = Drops(options.max_drop)

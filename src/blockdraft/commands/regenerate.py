@@ -16,6 +16,7 @@ partial file removed, if every prompt was answered.
 """
 
 import hashlib
+import math
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from blockdraft.commands.journal import Journal
+from blockdraft.commands.outputs import check_file
 from blockdraft.config import ConfigError, TargetConfig
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ def run(options: Options) -> int:
     from blockdraft.models.target import load_tokenizer
 
     _check(options)
+    check_file(options.output)
     server = _server(options) if options.server else None
     template = ChatTemplate(load_tokenizer(options.target, options.trust_remote_code))
     drops = Drops(options.max_drop)
@@ -375,6 +378,12 @@ def _check(options: Options) -> None:
             f"--batch-size and --max-new-tokens: expected at least 1, found {options.batch_size} and "
             f"{options.max_new_tokens}"
         )
+    if not 0 <= options.temperature < math.inf:
+        raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {options.temperature}")
+    if options.max_prompt_tokens < 1:
+        raise ConfigError(f"--max-prompt-tokens: expected at least 1, found {options.max_prompt_tokens}")
+    if not 0 <= options.max_drop <= 1:
+        raise ConfigError(f"--max-drop: expected a share between 0 and 1, found {options.max_drop}")
     if options.concurrency < 1 or options.retries < 0 or options.request_timeout_s <= 0:
         raise ConfigError(
             "--concurrency, --retries and --request-timeout-s: expected at least 1, at least 0 and more than 0, found "

@@ -40,6 +40,7 @@ __all__ = [
     "write_conversations",
 ]
 
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -190,6 +191,8 @@ def _rows(path_or_name: str) -> Iterator[_Row]:
 def _jsonl_rows(path: Path) -> Iterator[_Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if number == 1 and line.startswith(UTF16_MARKS):
+                raise ConfigError(f"{path}: expected UTF-8, found UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
             if not line.strip():
                 continue
             source = f"{path}:{number}"
@@ -198,10 +201,11 @@ def _jsonl_rows(path: Path) -> Iterator[_Row]:
                 if b"\\ud" in line.lower():
                     # Half of a surrogate pair is valid JSON, and no text that could be tokenized or written.
                     json.dumps(value, ensure_ascii=False).encode("utf-8")
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                yield _Row(source, None, f"not JSON: {error}")
             except UnicodeEncodeError as error:
                 yield _Row(source, None, f"half a character: {error}")
+            except (ValueError, RecursionError) as error:
+                # Numbers of thousands of digits and brackets of thousands of levels are valid JSON that nobody reads.
+                yield _Row(source, None, f"not JSON: {error}")
             else:
                 yield _Row(source, value)
 
@@ -232,7 +236,7 @@ def _dataset_rows(name: str) -> Iterator[_Row]:
         only_cached(plain, f"{name}: {expected}", _is_dataset_cached)
     try:
         table = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(plain, split=split or "train")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetBuildError) as error:
         raise ConfigError(f"{name}: {expected}, found none that can be read: {error}") from error
     if isinstance(table, datasets.DatasetDict):
         raise ConfigError(f"{name}: expected one split, found {', '.join(table)}; name the directory of one of them")
@@ -260,7 +264,7 @@ def _without_nulls(value: Any) -> Any:
 def _parse(row: _Row) -> Conversation:
     value = row.value
     if not isinstance(value, dict):
-        raise _BadRow("unreadable row", f"expected an object, found {type(value).__name__}")
+        raise _BadRow("unreadable row", f"expected an object, a conversation a line, found {type(value).__name__}")
     raw = value.get("messages")
     if raw is None:
         raw = _from_sharegpt(value)

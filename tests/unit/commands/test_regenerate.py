@@ -146,12 +146,19 @@ def test_a_partial_file_of_other_settings_or_contents_is_refused(tmp_path: Path,
     settings = json.loads((tmp_path / "out.jsonl.summary.json").read_text())["settings"]
     output = tmp_path / "other.jsonl"
     partial = tmp_path / "other.jsonl.partial"
-    partial.write_text(json.dumps({"settings": settings}) + "\n")
+    partial.write_text(json.dumps({"settings": settings}) + "\n{}\n")
     with pytest.raises(ConfigError, match="expected dtype 'x', found 'float32'"), Journal(output, {"dtype": "x"}):
         pass
     partial.write_text(json.dumps({"settings": settings}) + "\n{}\n")
     with pytest.raises(ConfigError, match=r"partial, line 2: expected an answer"), Journal(output, settings):
         pass
+
+
+def test_settings_without_an_answer_bind_nobody(tmp_path: Path):
+    (tmp_path / "o.jsonl.partial").write_text('{"settings": {"temperature": -1.0}}\n')
+    with Journal(tmp_path / "o.jsonl", {"temperature": 0.0}) as journal:
+        assert journal.done == {}
+    assert (tmp_path / "o.jsonl.partial").read_text() == '{"settings": {"temperature": 0.0}}\n'
 
 
 def test_only_the_settings_line_half_written(tmp_path: Path):
@@ -284,6 +291,15 @@ def test_options_out_of_range(tmp_path: Path, target: str):
         run(options(tmp_path, target, thinking=True, no_thinking=True))
     with pytest.raises(ConfigError, match="expected at least 1, found 0 and 12"):
         run(options(tmp_path, target, batch_size=0))
+    for flag, value in (
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("max_prompt_tokens", 0),
+        ("max_drop", 5.0),
+    ):
+        with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}: expected .*, found {value}"):
+            run(options(tmp_path, target, **{flag: value}))
+    assert not list(tmp_path.glob("out.jsonl*"))
     write_conversations(tmp_path / "chat.jsonl", [chat("q", reasoned("a", "r"))])
     with pytest.raises(ConfigError, match="expected at least one file"):
         run(Options(conversations=(), target=target, output=tmp_path / "o"))

@@ -96,6 +96,24 @@ def test_bytes_that_are_no_text_are_one_bad_row(tmp_path: Path):
     assert (len(conversations), dict(drops.counts)) == (1, {"unreadable row": 1})
 
 
+@pytest.mark.parametrize("line", ["1" * 5000, "[" * 100_000], ids=["a number of 5,000 digits", "100,000 brackets"])
+def test_json_that_nobody_reads_is_one_bad_row(tmp_path: Path, line: str):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": GOOD}) + "\n" + line + "\n")
+    conversations, drops = read(str(path))
+    assert (len(conversations), dict(drops.counts)) == (1, {"unreadable row": 1})
+    assert drops.examples["unreadable row"][0].startswith(f"{path}:2: not JSON: ")
+
+
+def test_utf_16_is_said(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    for coding in ("utf-16", "utf-16-be"):
+        mark = "" if coding == "utf-16" else "\ufeff"
+        path.write_bytes((mark + json.dumps({"messages": GOOD}) + "\n").encode(coding))
+        with pytest.raises(ConfigError, match=r"a\.jsonl: expected UTF-8, found UTF-16; convert it: iconv"):
+            read(str(path))
+
+
 def test_half_a_character_is_one_bad_row(tmp_path: Path):
     # Valid JSON, and no text: it could be neither tokenized nor written again.
     whole = [{"role": "user", "content": "\U0001f642"}, GOOD[1]]
@@ -160,6 +178,15 @@ def test_a_directory_of_files_is_read_by_datasets(tmp_path: Path, monkeypatch: p
     (tmp_path / "data").mkdir()
     write_lines(tmp_path / "data" / "train.jsonl", {"messages": GOOD})
     assert [c.messages for c in read(str(tmp_path / "data"))[0]] == [GOOD]
+
+
+def test_a_directory_of_other_files_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "target").mkdir()
+    write_lines(tmp_path / "target" / "a.jsonl", {"hidden_size": 4})
+    write_lines(tmp_path / "target" / "b.jsonl", {"added_tokens": ["x"]})
+    with pytest.raises(ConfigError, match=r"target: expected a \.jsonl or .*, found none that can be read: "):
+        read(str(tmp_path / "target"))
 
 
 def test_sources_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
