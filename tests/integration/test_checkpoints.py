@@ -194,20 +194,24 @@ def test_a_disk_that_fills_up_in_a_save_ends_the_run_and_keeps_the_last_checkpoi
     assert_same_run(tmp_path / "run", whole)
 
 
-def test_metrics_that_cannot_be_written_end_the_run_with_a_message(files, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("number", "is_full"), [(28, True), (5, False)])
+def test_metrics_that_cannot_be_written_end_the_run_with_a_message(
+    files, tmp_path, monkeypatch, capsys, number, is_full
+):
     whole, lines = MetricsFile.write, []
 
     def write(self, values):
         lines.append(values)
         if len(lines) == 8:
-            raise OSError(28, "No space left on device")
+            raise OSError(number, os.strerror(number))
         whole(self, values)
 
     monkeypatch.setattr(MetricsFile, "write", write)
     assert train.run(tiny_config(files, tmp_path, steps=400), train.Options()) == 1
     said = capsys.readouterr().err
-    assert f"error: control could not write to {tmp_path}: [Errno 28] No space left on device; free space there" in said
-    assert "Traceback" not in said
+    reason = f"[Errno {number}] {os.strerror(number)}"
+    assert f"error: control could not write to {tmp_path}: {reason}; free space there" in said
+    assert ("Traceback" in said) != is_full
     assert worker_threads() == []
     # A checkpoint of a later step, without its metrics, is given up.
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]

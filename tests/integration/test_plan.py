@@ -1,11 +1,13 @@
 """`blockdraft plan`: from given, estimated and measured rates, for one GPU and for many nodes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3Config
 
 from blockdraft.cli import main
+from blockdraft.config import OptimConfig, read_config, to_json
 from integration.tiny_run import make_files
 from unit.runtime.test_stages import write_run
 
@@ -120,6 +122,18 @@ def test_a_run_is_measured_and_its_own_config_used(tmp_path: Path, capsys) -> No
     sizes = ["--data.target-tokens", "64", "--drafter.target-layer-ids", "1", "2", "--drafter.num-layers", "1"]
     assert main(["plan", "tiny", "--run", str(run), *flags, *sizes]) == 0
     assert "measured in" in capsys.readouterr().out
+
+
+def test_a_measured_run_that_divided_its_state_has_paid_for_its_exchange(tmp_path: Path, target: str, capsys) -> None:
+    config = replace(read_config(write_run(tmp_path) / "config.json"), optim=OptimConfig(accumulation=2, shard=True))
+    config = replace(config, runtime=replace(config.runtime, drafters=("cpu", "cpu")))
+    (tmp_path / "config.json").write_text(to_json(config))
+    flags = ("--target.path", target, "--run", str(tmp_path), "--optim.shard")
+    _, text = plan(capsys, *flags)
+    assert "  optim.shard: exchanges of weights are part of the measured drafter's rate" in text
+    # Another drafter's rate, as given, has none.
+    _, text = plan(capsys, *flags, "--drafter-tok-s", "25000")
+    assert " ms of each step are counted for an exchange of weights (" in text
 
 
 def test_nothing_to_plan_from_is_said(capsys) -> None:

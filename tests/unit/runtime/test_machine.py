@@ -73,6 +73,11 @@ class Driver:
         return 0
 
 
+class Broken(Driver):
+    def cuDriverGetVersion(self, number) -> int:
+        return 999
+
+
 @pytest.mark.parametrize(
     ("built", "verdict", "words"),
     [
@@ -87,6 +92,12 @@ def test_the_driver_is_asked_for_its_version(monkeypatch, tmp_path: Path, built,
     found = machine._driver()
     assert found.verdict == verdict
     assert words in str(found)
+
+
+def test_a_driver_that_does_not_answer_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _name: Broken())
+    with pytest.raises(RuntimeError, match=r"cuDriverGetVersion: expected 0, found error 999; reinstall the driver"):
+        machine._driver()
 
 
 class Facts:

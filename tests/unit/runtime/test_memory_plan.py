@@ -272,8 +272,9 @@ def test_page_locked_blocks_are_the_hosts_and_those_that_a_run_takes(
     (part,) = (part for part in plan.parts if part.name == "page-locked blocks")
     assert (part.device, part.bytes, part.passes) == ("host", sum(taken), False)
     assert "page-locked blocks" in plan.lines()[-1] and plan.lines()[-1].startswith("memory plan, host: ")
-    on_cpu = plan_memory(replace(base, runtime=replace(base.runtime, targets=("cpu",), drafters=("cpu",))), LARGE)
-    assert "page-locked" not in " ".join(on_cpu.lines())
+    for target, is_locked in (("cpu", False), ("cuda:0", True)):
+        mixed = plan_memory(replace(base, runtime=replace(base.runtime, targets=(target,), drafters=("cpu",))), LARGE)
+        assert ("page-locked" in " ".join(mixed.lines())) == is_locked
 
 
 def test_masks_of_plain_attention_are_counted() -> None:

@@ -177,19 +177,22 @@ def test_a_disk_that_does_not_even_take_the_directory_is_said_alike(tmp_path, mo
     assert "Traceback" not in message
 
 
-def test_a_best_that_the_disk_does_not_take_is_said_alike(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "is_full"), [(28, True), (5, False)])
+def test_a_best_that_the_disk_does_not_take_is_said_alike(tmp_path, monkeypatch, number, is_full):
     bench = Bench(tmp_path)
 
-    def full(*_arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(*_arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(module, "record_best", full)
+    monkeypatch.setattr(module, "record_best", broken)
     bench.saver.save(1)
     bench.saver.evaluated(1, 2.0)
     bench.finish()
     (message,) = bench.errors
-    assert message.startswith(f"saving failed: {tmp_path}: best.json could not be written: No space left on device; ")
-    assert "Traceback" not in message
+    said = f"saving failed: {tmp_path}: best.json could not be written: No space left on device; "
+    assert message.startswith(said) == is_full
+    # What nobody can free space for comes with where it happened.
+    assert ("Traceback" in message) != is_full
 
 
 def test_a_full_disk_is_said_without_a_traceback(tmp_path, monkeypatch):
