@@ -19,8 +19,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, cast
+from unittest import mock
 
 import torch
 from device_exact import Check, check_loss, check_masks, check_stack
@@ -294,29 +296,27 @@ class Case:
                 self.run.attempt(f"{self.name} loss {stage} {chunk}", measure)
 
     def between(self) -> None:
-        """The stage between the loss's products, by its block and warps."""
+        """The stage between the loss's products, by the ids of a program and its warps."""
         head_VD, finish = self.problem.ends.head_weight, Finish(1.0, None)
         hidden_MD = torch.randn(min(1920, self.rows), head_VD.shape[1], device=self.run.device, dtype=self.run.dtype)
         product_MV = torch.mm(hidden_MD * 0.3, head_VD.t())
         label_M = self.problem.label_N[: len(product_MV)]
         ce_M, correct_M = torch.empty(len(label_M), device=label_M.device), torch.empty_like(label_M, dtype=torch.bool)
         between = choose_between("eager" if self.run.options.rehearse else "triton")
-        settings: list[tuple[int, int]] = [(0, 0)]
+        settings, stage = [(0, 0)], "blockdraft.training.head_loss_triton"
         if not self.run.options.rehearse:
-            settings = [(4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 32)]
-        for block, warps in settings:
+            settings = [(4096, 4), (4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 32)]
+        for ids, warps in settings:
 
-            def measure(block: int = block, warps: int = warps) -> None:
-                if block:
-                    from blockdraft.training import head_loss_triton
-
-                    head_loss_triton.BLOCK, head_loss_triton.NUM_WARPS = block, warps
-                spent = time_alone(self.run.device, lambda: between(product_MV, label_M, finish, ce_M, correct_M))
+            def measure(ids: int = ids, warps: int = warps) -> None:
+                chosen = mock.patch.multiple(stage, SLICE=ids, NUM_WARPS=warps) if ids else nullcontext()
+                with chosen:
+                    spent = time_alone(self.run.device, lambda: between(product_MV, label_M, finish, ce_M, correct_M))
                 moved = 2 * product_MV.numel() * product_MV.element_size() / spent / 1e9
-                self.run.say(f"{self.name} | between, block {block}, {warps} warps: {spent:.3f} ms, {moved:.2f} TB/s")
-                self.run.keep(f"{self.name} between {block} {warps}", spent)
+                self.run.say(f"{self.name} | between, {ids} ids, {warps} warps: {spent:.3f} ms, {moved:.2f} TB/s")
+                self.run.keep(f"{self.name} between {ids} {warps}", spent)
 
-            self.run.attempt(f"{self.name} between {block} {warps}", measure)
+            self.run.attempt(f"{self.name} between {ids} {warps}", measure)
 
     def profile(self) -> None:
         """Kernel classes of the best variant."""
