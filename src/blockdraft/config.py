@@ -19,6 +19,8 @@ class ConfigError(ValueError):
 
 MOST_STEPS: typing.Final = 99_999_999
 """Names of checkpoints have eight digits."""
+MOST_SEED: typing.Final = 2**63 - 2
+"""torch's generators take 63 bits, and the start's probe draws with the next seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +258,8 @@ class RunConfig:
         if self.steps is not None and self.steps > MOST_STEPS:
             raise ConfigError(f"steps must be at most {MOST_STEPS:,}, got {self.steps:,}; lower it")
         _at_least(0, "seed", self.seed)
+        if self.seed > MOST_SEED:
+            raise ConfigError(f"seed must be at most {MOST_SEED:,}, got {self.seed:,}; lower it")
         _above_zero("epochs", self.epochs)
         if not self.run_dir:
             raise ConfigError("run_dir is empty; name the directory that the run writes")

@@ -143,6 +143,7 @@ expect(
     lambda _: OptimConfig(optimizer="adamw_bf16", betas=(0.9, 0.999)),
 )
 expect("Configuration", "a seed below 0", lambda _: RunConfig(seed=-1))
+expect("Configuration", "a seed of 80 bits", lambda _: RunConfig(seed=2**80))
 expect("Configuration", "a warm-up of 20 steps instead of a share", lambda _: OptimConfig(warmup=20.0))
 expect("Configuration", "chunks of no rows", lambda _: LossConfig(chunk_rows=0))
 expect("Configuration", "more steps than checkpoints have names", lambda _: RunConfig(steps=10**12))
@@ -242,6 +243,14 @@ expect(CHATS, "the same conversation twice", lambda at: rows(at, chat(ASK, ANSWE
 expect(CHATS, "longer than allowed", lambda at: rows(at, chat(ASK, ANSWER), max_length=20, long="drop"))
 expect(CHATS, "half a surrogate pair", lambda at: rows(at, chat(ASK, ANSWER), '{"messages": "\\ud800"}'))
 expect(CHATS, "a share of drops above 1", lambda at: rows(at, chat(ASK, ANSWER), max_drop=5.0))
+expect(CHATS, "a number of 5,000 digits", lambda at: rows(at, chat(ASK, ANSWER), '{"messages": ' + "1" * 5000 + "}"))
+expect(CHATS, "an output below a file", lambda at: rows(at, chat(ASK, ANSWER), output=at.root / "chats.jsonl" / "x"))
+
+
+@wrong(CHATS, "a file in UTF-16")
+def _(at: Place) -> None:
+    (at.root / "chats.jsonl").write_text(json.dumps(chat(ASK, ANSWER)) + "\n", encoding="utf-16")
+    prepare_from(at, at.root / "chats.jsonl")
 
 
 @wrong(CHATS, "a .parquet file that is none")

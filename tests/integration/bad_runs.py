@@ -127,11 +127,17 @@ def resume(at: Place, directory: Path, **changes: Any) -> None:
     train.run(config, train.Options(resume=str(directory)))
 
 
+def begin_in(at: Place, run_dir: Path) -> None:
+    train.run(replace(at.config(), run_dir=str(run_dir)), train.Options())
+
+
 expect(
     RUNS,
     "a run that is there already",
     lambda at: train.run(replace(at.config(), run_dir=str(at.run)), train.Options()),
 )
+expect(RUNS, "a run directory that is the target's", lambda at: begin_in(at, at.files.target))
+expect(RUNS, "a run directory that is the store's", lambda at: begin_in(at, at.files.store))
 expect(RUNS, "no checkpoint to resume", lambda at: resume(at, at.run / "checkpoints" / "step_00000007"))
 expect(RUNS, "another block size than before", lambda at: resume(at, copied(at), drafter={"block_size": 8}))
 expect(RUNS, "another learning rate than before", lambda at: resume(at, copied(at), optim={"lr": 0.5}))
@@ -227,6 +233,10 @@ expect(
     "scaled rotary embeddings",
     lambda at: read(at, spoiled(at, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4})),
 )
+expect(
+    EXPORTS, "an export onto the target", lambda at: export.run(export.Options(source=at.run, output=at.files.target))
+)
+expect(EXPORTS, "an export onto its run", lambda at: export.run(export.Options(source=at.run, output=at.run)))
 expect(EXPORTS, "an import onto itself", lambda at: import_.run(import_.Options(source=at.export, output=at.export)))
 expect(
     EXPORTS,

@@ -230,6 +230,16 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_run_goes_on_when_its_reader_leaves():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from blockdraft.commands.train import _say; _say('a'); _say('b')"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == 0
+    assert done.stderr == "nobody reads the output any more; the run goes on, its run directory has the metrics\n"
+
+
 def test_a_broken_connection_is_no_reader_that_left(calls: Calls, monkeypatch: pytest.MonkeyPatch):
     calls.error = BrokenPipeError(errno.EPIPE, "a server's")
     with pytest.raises(BrokenPipeError, match="a server's"), Path(os.devnull).open("w") as read:

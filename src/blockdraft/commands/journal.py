@@ -1,5 +1,7 @@
 """The answers of `regenerate` so far: OUTPUT.partial while it runs, OUTPUT and its summary at the end."""
 
+import errno
+import fcntl
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,7 +47,17 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = self._partial.read_bytes().splitlines(keepends=True) if self._partial.exists() else []
+        self._file = self._open_alone()
+        try:
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def _read(self) -> None:
+        assert self._file is not None
+        lines = self._partial.read_bytes().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             self.message = f"{self._partial}: the last line, {len(lines[-1])} bytes, was half-written; cut"
             with self._partial.open("r+b") as file:
@@ -53,14 +65,32 @@ class Journal:
             lines.pop()
         if len(lines) == 1 and lines[0].startswith(b'{"settings": '):
             # No answer yet, so nothing to lose: the settings may be others by now.
-            self._partial.unlink()
+            self._file.truncate(0)
             lines = []
         if lines:
             self._resume(lines)
-        self._file = self._partial.open("a", encoding="utf-8")
-        if not lines:
+        else:
             self._write({"settings": self._settings})
-        return self
+
+    def _open_alone(self) -> TextIO:
+        """The partial file, locked until it is closed.
+
+        Raises:
+            ConfigError: another command writes there.
+        """
+        file = self._partial.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigError(
+                f"{self._partial}: another command is writing there; wait for its end, or choose another --output"
+            ) from error
+        except OSError as error:
+            # Some network file systems lock nothing.
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):
+                raise
+        return file
 
     def __exit__(self, *_error: object) -> None:
         if self._file is not None:

@@ -5,11 +5,10 @@ import os
 from pathlib import Path
 from typing import Final
 
-from blockdraft.config import ConfigError
+from blockdraft.config import MOST_SEED, ConfigError
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
-MOST_SEED: Final = 2**63
 DRAFTER: Final = "DFlashDraftModel"
 
 
@@ -68,8 +67,8 @@ def check_seed(seed: int) -> None:
     Raises:
         ConfigError: it is below 0 or beyond 63 bits.
     """
-    if not 0 <= seed < MOST_SEED:
-        raise ConfigError(f"--seed: expected a number from 0 up to {MOST_SEED - 1:,}, found {seed}")
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"--seed: expected a number from 0 up to {MOST_SEED:,}, found {seed}")
 
 
 def _check_above(path: Path) -> None:

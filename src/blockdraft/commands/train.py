@@ -152,5 +152,12 @@ def _check_run_dir(run_dir: Path, options: Options) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Days of training are not lost with a window or a pager; what is still in the buffer goes nowhere too.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        sys.stderr.write("nobody reads the output any more; the run goes on, its run directory has the metrics\n")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from blockdraft.commands import evaluate, export, generate, import_, prepare, regenerate
-from blockdraft.commands.outputs import MOST_SEED, check_directory, check_export, check_file, check_seed
-from blockdraft.config import ConfigError
+from blockdraft.commands.outputs import check_directory, check_export, check_file, check_seed
+from blockdraft.config import MOST_SEED, ConfigError
 
 
 def test_places_that_take_no_output(tmp_path: Path):
@@ -61,8 +61,8 @@ def test_an_export_may_be_replaced(tmp_path: Path):
 
 def test_seeds():
     check_seed(0)
-    check_seed(MOST_SEED - 1)
-    for seed in (-1, MOST_SEED):
+    check_seed(MOST_SEED)
+    for seed in (-1, MOST_SEED + 1):
         with pytest.raises(ConfigError, match=f"--seed: expected a number from 0 up to .*, found {seed}"):
             check_seed(seed)
 
@@ -82,6 +82,6 @@ def test_every_command_looks_at_its_output_before_anything_else(tmp_path: Path):
         with pytest.raises(ConfigError, match="which is no directory"):
             command()
     with pytest.raises(ConfigError, match="--seed"):
-        evaluate.run(evaluate.Options(drafter=nothing, target="nothing", prompts=chats, seed=MOST_SEED))
+        evaluate.run(evaluate.Options(drafter=nothing, target="nothing", prompts=chats, seed=MOST_SEED + 1))
     with pytest.raises(ConfigError, match="--seed"):
         generate.run(generate.Options(drafter=nothing, prompt="p", target="nothing", seed=-1))

@@ -161,6 +161,18 @@ def test_settings_without_an_answer_bind_nobody(tmp_path: Path):
     assert (tmp_path / "o.jsonl.partial").read_text() == '{"settings": {"temperature": 0.0}}\n'
 
 
+def test_two_commands_do_not_write_the_same_output(tmp_path: Path):
+    with Journal(tmp_path / "o.jsonl", {"a": 1}):
+        with (
+            pytest.raises(ConfigError, match=r"o\.jsonl\.partial: another command is writing there"),
+            Journal(tmp_path / "o.jsonl", {"a": 1}),
+        ):
+            pass
+        assert (tmp_path / "o.jsonl.partial").read_text() == '{"settings": {"a": 1}}\n'
+    with Journal(tmp_path / "o.jsonl", {"a": 1}):
+        pass
+
+
 def test_only_the_settings_line_half_written(tmp_path: Path):
     (tmp_path / "o.jsonl.partial").write_text('{"sett')
     with Journal(tmp_path / "o.jsonl", {"a": 1}) as journal:
