@@ -164,7 +164,15 @@ def _train(arguments: list[str], stops: Stops) -> int:
     config = load_recipe(recipe)
     module = importlib.import_module(VERBS["train"].module)
     parsed = _parse(_train_arguments(module, config), f"blockdraft train {recipe}", rest, module.__doc__)
+    _note_a_copy(Path(recipe), Path(parsed.config.run_dir))
     return int(module.run(parsed.config, parsed.options, stops))
+
+
+def _note_a_copy(recipe: Path, run_dir: Path) -> None:
+    """A run directory that was copied or moved still names the place where it was first."""
+    here = recipe.parent
+    if (here / "metrics.jsonl").is_file() and recipe.name == "config.json" and here.resolve() != run_dir.resolve():
+        sys.stderr.write(f"note: {recipe} names the run directory {run_dir}; to go on in {here} add --run-dir {here}\n")
 
 
 def _train_arguments(module: ModuleType, config: RunConfig) -> type:

@@ -240,6 +240,22 @@ def test_a_run_goes_on_when_its_reader_leaves():
     assert done.stderr == "nobody reads the output any more; the run goes on, its run directory has the metrics\n"
 
 
+def test_the_config_of_a_copied_run_is_said_to_name_the_first_place(
+    calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "metrics.jsonl").touch()
+    (copy / "config.json").write_text(to_json(RunConfig(run_dir=str(tmp_path / "first"))))
+    assert main(["train", str(copy / "config.json")]) == 0
+    said = f"config.json names the run directory {tmp_path / 'first'}; to go on in {copy} add --run-dir {copy}\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert main(["train", str(copy / "config.json"), "--run-dir", str(copy)]) == 0
+    (copy / "metrics.jsonl").unlink()
+    assert main(["train", str(copy / "config.json")]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_broken_connection_is_no_reader_that_left(calls: Calls, monkeypatch: pytest.MonkeyPatch):
     calls.error = BrokenPipeError(errno.EPIPE, "a server's")
     with pytest.raises(BrokenPipeError, match="a server's"), Path(os.devnull).open("w") as read:

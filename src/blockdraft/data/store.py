@@ -5,9 +5,13 @@ to the side and renamed when complete, so a directory at its final place is a wh
 nothing is copied before a document is asked for.
 """
 
+import errno
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,13 +74,48 @@ def write_store(
     raises, nothing is left and an existing store stays as it was.
 
     Raises:
-        ConfigError: `path` holds something other than a store, or there were no documents.
+        ConfigError: `path` holds something other than a store, another command writes there, or there were no
+            documents.
     """
     path = Path(path)
     _check_replaceable(path)
     side = path.with_name(path.name + ".writing")
-    shutil.rmtree(side, ignore_errors=True)
-    side.mkdir(parents=True)
+    with _alone_in(side):
+        return _write_beside(path, side, encoded, manifest_info)
+
+
+@contextmanager
+def _alone_in(side: Path) -> Iterator[None]:
+    """Makes the directory, locks it against other commands and empties it; the end of the process unlocks it too.
+
+    Raises:
+        ConfigError: another command writes there.
+    """
+    side.mkdir(parents=True, exist_ok=True)
+    held = os.open(side, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = side.exists() and os.path.samestat(os.fstat(held), side.stat())
+        except BlockingIOError:
+            is_ours = False
+        except OSError as error:
+            # Some network file systems lock no directories; commands are as safe there as their users are careful.
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):
+                raise
+            is_ours = True
+        if not is_ours:
+            raise ConfigError(f"{side}: another command is writing there; wait for its end, or choose another --output")
+        for left in side.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield
+    finally:
+        os.close(held)
+
+
+def _write_beside(
+    path: Path, side: Path, encoded: Iterable[Encoded], manifest_info: ManifestInfo | Callable[[], ManifestInfo]
+) -> dict[str, Any]:
     try:
         totals = _write_arrow(side, encoded)
         if totals.documents == 0:

@@ -53,6 +53,29 @@ def test_it_is_a_datasets_directory(tmp_path: Path):
     assert not (tmp_path / "s" / "raw").exists()
 
 
+def test_two_commands_do_not_write_one_store(tmp_path: Path):
+    def beside() -> Iterator[Encoded]:
+        yield DOCUMENTS[0]
+        with pytest.raises(ConfigError, match=r"s\.writing: another command is writing there; wait for its end"):
+            write_store(tmp_path / "s", DOCUMENTS[:1], ManifestInfo())
+        yield DOCUMENTS[2]
+
+    write_store(tmp_path / "s", beside(), ManifestInfo())
+    assert len(open_store(tmp_path / "s")) == 2
+    write_store(tmp_path / "s", DOCUMENTS, ManifestInfo())
+    assert len(open_store(tmp_path / "s")) == 3
+    assert [found.name for found in tmp_path.iterdir()] == ["s"]
+
+
+def test_what_a_killed_command_left_is_removed(tmp_path: Path):
+    (tmp_path / "s.writing" / "raw").mkdir(parents=True)
+    (tmp_path / "s.writing" / "raw" / "raw.arrow").write_text("half")
+    (tmp_path / "s.writing" / "state.json").write_text("{")
+    write_store(tmp_path / "s", DOCUMENTS, ManifestInfo())
+    assert len(open_store(tmp_path / "s")) == 3
+    assert [found.name for found in tmp_path.iterdir()] == ["s"]
+
+
 def failing() -> Iterator[Encoded]:
     yield DOCUMENTS[0]
     raise ConfigError("too many drops")
