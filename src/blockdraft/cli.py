@@ -164,7 +164,8 @@ def _train(arguments: list[str], stops: Stops) -> int:
     config = load_recipe(recipe)
     module = importlib.import_module(VERBS["train"].module)
     parsed = _parse(_train_arguments(module, config), f"blockdraft train {recipe}", rest, module.__doc__)
-    _note_a_copy(Path(recipe), Path(parsed.config.run_dir))
+    if parsed.config.run_dir == config.run_dir:
+        _note_a_copy(Path(recipe), Path(config.run_dir))
     return int(module.run(parsed.config, parsed.options, stops))
 
 

@@ -250,7 +250,8 @@ def test_the_config_of_a_copied_run_is_said_to_name_the_first_place(
     assert main(["train", str(copy / "config.json")]) == 0
     said = f"config.json names the run directory {tmp_path / 'first'}; to go on in {copy} add --run-dir {copy}\n"
     assert capsys.readouterr().err.endswith(said)
-    assert main(["train", str(copy / "config.json"), "--run-dir", str(copy)]) == 0
+    for chosen in (copy, tmp_path / "new"):
+        assert main(["train", str(copy / "config.json"), "--run-dir", str(chosen)]) == 0
     (copy / "metrics.jsonl").unlink()
     assert main(["train", str(copy / "config.json")]) == 0
     assert capsys.readouterr().err == ""
