@@ -183,6 +183,8 @@ def write_checkpoint(drafter: Drafter, directory: Path, config: dict[str, Any], 
         tensors = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in drafter.state_dict().items()}
         save_file(tensors, side / WEIGHTS, metadata={"format": "pt"})
         (side / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # safetensors lets nobody else read; an export is for whoever serves.
+        shutil.copymode(side / CONFIG, side / WEIGHTS)
         for path in (side / WEIGHTS, side / CONFIG, side):
             _sync(path)
     except BaseException:

@@ -3,11 +3,12 @@
 B documents of a target batch, S tokens of a document, D width, C captured layers, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -108,7 +109,7 @@ class Target:
         """Loads a directory, a .gguf file or a hub name onto a device, or onto several joined by plus signs.
 
         Raises:
-            ConfigError: the path holds no model, or the model has no causal language model in it.
+            ConfigError: the path holds no model, or not all of its weights, or no causal language model is in it.
         """
         is_float8 = config.dtype == "float8"
         if is_float8:
@@ -118,12 +119,16 @@ class Target:
         try:
             model_config = AutoConfig.from_pretrained(source, **extra)
             kind = AutoModelForCausalLM if is_causal(model_config) else AutoModelForImageTextToText
-            model = kind.from_pretrained(source, dtype=DTYPES[choose_dtype(config.dtype, device)], **extra)
-        except (OSError, ValueError) as error:
+            dtype = DTYPES[choose_dtype(config.dtype, device)]
+            # With the loading info it answers a pair, whatever its annotation says.
+            loaded: Any = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **extra)
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
                 f"target.path must be a transformers model directory, a .gguf file or a hub name; "
                 f"{config.path!r} could not be loaded: {error}"
             ) from error
+        model, found = loaded
+        _check_whole(config.path, model, found["missing_keys"])
         if Path(config.path).suffix == ".gguf":
             forget_quantization(model)
         return Target(place(model, device), layer_ids, num_drafter_layers, float8=is_float8)
@@ -276,6 +281,17 @@ def forget_quantization(model: PreTrainedModel) -> None:
         if name in vars(holder):
             delattr(holder, name)
     vars(model)["is_quantized"] = False
+
+
+def _check_whole(path: str, model: PreTrainedModel, missing_keys: Iterable[str]) -> None:
+    """Refuses a model some of whose weights are in no file: transformers fills them with random numbers, and warns."""
+    missing = sorted({name for name, _ in model.named_parameters()} & set(missing_keys))
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ConfigError(
+            f"{path}: expected the weights of the whole model, found none for {shown}; download or copy its weight "
+            "files again"
+        )
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -54,6 +54,12 @@ def test_what_was_read_is_written_byte_for_byte(drafter, tmp_path):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
 
 
+def test_who_may_read_the_config_may_read_the_weights(drafter, tmp_path):
+    save_export(drafter, tmp_path / "export")
+    modes = {(tmp_path / "export" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1
+
+
 def test_tensors_have_the_published_names_eleven_a_layer_and_three(drafter, tmp_path):
     save_export(drafter, tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))
