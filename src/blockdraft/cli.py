@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Final, NamedTuple
 
+from blockdraft.commands.outputs import silence_stdout
 from blockdraft.commands.stops import EARLY_STOP, EXIT_INTERRUPTED, StopRequested, Stops
 from blockdraft.config import ConfigError, RunConfig
 from blockdraft.recipes import list_recipes, load_recipe
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_stdout_left():
             raise
+        silence_stdout()
         return EXIT_PIPE
     except OSError as error:
         if error.errno not in OF_THE_PLACE or error.filename is None:
@@ -91,15 +93,10 @@ def _open_streams() -> None:
 
 
 def _is_stdout_left() -> bool:
-    """True if whoever read the output has gone; what is still in its buffer then goes nowhere."""
+    """True if whoever read the output has gone."""
     waiting = select.poll()
     waiting.register(sys.stdout.fileno(), 0)
-    if not waiting.poll(0):
-        return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return True
+    return bool(waiting.poll(0))
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -228,7 +228,9 @@ def test_a_disk_without_room_is_said_before_the_run(files, tmp_path, monkeypatch
 
 def test_a_run_directory_that_cannot_be_written_is_refused(files, tmp_path):
     (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(ConfigError, match=r"expected a directory that can be written, .*file is none"):
+    with pytest.raises(
+        ConfigError, match=r"expected a directory that can be written, found .*file, which is no directory"
+    ):
         train.run(tiny_config(files, tmp_path / "file" / "run"), train.Options())
 
 

@@ -1,13 +1,12 @@
 """The answers of `regenerate` so far: OUTPUT.partial while it runs, OUTPUT and its summary at the end."""
 
-import errno
-import fcntl
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from blockdraft.config import ConfigError
+from blockdraft.data.locks import try_lock
 
 if TYPE_CHECKING:
     from blockdraft.data.conversations import Conversation
@@ -79,18 +78,12 @@ class Journal:
             ConfigError: another command writes there.
         """
         file = self._partial.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise ConfigError(
-                f"{self._partial}: another command is writing there; wait for its end, or choose another --output"
-            ) from error
-        except OSError as error:
-            # Some network file systems lock nothing.
-            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):
-                raise
-        return file
+        if try_lock(file):
+            return file
+        file.close()
+        raise ConfigError(
+            f"{self._partial}: another command is writing there; wait for its end, or choose another --output"
+        )
 
     def __exit__(self, *_error: object) -> None:
         if self._file is not None:

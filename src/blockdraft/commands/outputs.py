@@ -1,9 +1,10 @@
-"""Outputs and seeds that a user names, looked at before the work that needs them."""
+"""Outputs and seeds that a user names, looked at before the work that needs them; output that nobody reads."""
 
 import json
 import os
+import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from blockdraft.config import MOST_SEED, ConfigError
 
@@ -20,7 +21,7 @@ def check_file(path: Path) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"--output {path}: expected the name of a file, found a directory; name a file in it")
-    _check_above(path)
+    _check_place(path)
 
 
 def check_directory(path: Path) -> None:
@@ -36,7 +37,7 @@ def check_directory(path: Path) -> None:
             f"--output {path}: expected a directory that can be replaced, found the one that the command runs in; name "
             "one inside it"
         )
-    _check_above(path)
+    _check_place(path)
 
 
 def check_export(path: Path) -> None:
@@ -47,11 +48,7 @@ def check_export(path: Path) -> None:
     """
     check_directory(path)
     if (path / CONFIG).is_file():
-        try:
-            found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        except ValueError:
-            found = None
-        is_ours = isinstance(found, dict) and DRAFTER in (found.get("architectures") or [])
+        is_ours = DRAFTER in (read_object(path / CONFIG).get("architectures") or [])
     else:
         is_ours = not (path / WEIGHTS).exists()
     if not is_ours:
@@ -71,15 +68,36 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f"--seed: expected a number from 0 up to {MOST_SEED:,}, found {seed}")
 
 
-def _check_above(path: Path) -> None:
-    """The nearest directory that is there can be written in."""
+def in_the_way(path: Path) -> str:
+    """What keeps this path from being made or written; empty where nothing does."""
     there = path if path.exists() else path.absolute().parent
     while not there.exists():
         there = there.parent
-    is_dir = there.is_dir() or there == path
-    effective = os.access in os.supports_effective_ids
-    if not is_dir or not os.access(there, os.W_OK, effective_ids=effective):
-        problem = "which cannot be written" if is_dir else "which is no directory"
+    if there != path and not there.is_dir():
+        return f"{there}, which is no directory"
+    needed = os.W_OK | os.X_OK if there.is_dir() else os.W_OK
+    may = os.access(there, needed, effective_ids=os.access in os.supports_effective_ids)
+    return "" if may else f"{there}, which cannot be written"
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """What a JSON file says; empty where it is no JSON, or no object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def silence_stdout() -> None:
+    """Output that nobody reads any more goes nowhere, and what is still in its buffer with it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _check_place(path: Path) -> None:
+    if problem := in_the_way(path):
         raise ConfigError(
-            f"--output {path}: expected a place that can be written, found {there}, {problem}; choose another --output"
+            f"--output {path}: expected a place that can be written, found {problem}; choose another --output"
         )

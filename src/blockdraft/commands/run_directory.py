@@ -1,7 +1,5 @@
 """The directory of a run: claimed once every check has passed, with its config and its environment written down."""
 
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -15,7 +13,9 @@ import torch
 import transformers
 
 from blockdraft.commands.build import Built
+from blockdraft.commands.outputs import in_the_way, read_object
 from blockdraft.config import ConfigError, RunConfig, to_json
+from blockdraft.data.locks import try_lock
 from blockdraft.training.checkpoint import Contents, check_space, list_checkpoints
 
 ENVIRONMENT = "environment.json"
@@ -56,11 +56,7 @@ def check_ours(run_dir: Path, *, is_resumed: bool) -> None:
     config, checkpoints = run_dir / "config.json", run_dir / "checkpoints"
     other = ""
     if config.is_file():
-        try:
-            found = json.loads(config.read_text(encoding="utf-8"))
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or "run_dir" not in found:
+        if "run_dir" not in read_object(config):
             other = "a config.json of something else"
     elif (run_dir / "manifest.json").exists():
         other = "a manifest.json, as token stores have it"
@@ -78,13 +74,13 @@ def check_writable(run_dir: Path) -> None:
     Raises:
         ConfigError: with what is in the way.
     """
-    there = run_dir
-    while not there.exists():
-        there = there.parent
-    effective = os.access in os.supports_effective_ids
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK, effective_ids=effective):
+    if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(
-            f"run_dir {run_dir}: expected a directory that can be written, {there} is none; choose another --run-dir"
+            f"run_dir {run_dir}: expected a directory that can be written, found a file; choose another --run-dir"
+        )
+    if problem := in_the_way(run_dir):
+        raise ConfigError(
+            f"run_dir {run_dir}: expected a directory that can be written, found {problem}; choose another --run-dir"
         )
 
 
@@ -98,16 +94,10 @@ def hold(run_dir: Path) -> Iterator[None]:
     run_dir.mkdir(parents=True, exist_ok=True)
     held = os.open(run_dir, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(held):
             raise ConfigError(
                 f"run_dir {run_dir}: another run is writing there; wait for its end, or choose another --run-dir"
-            ) from error
-        except OSError as error:
-            # Some network file systems lock no directories; runs are as safe there as their users are careful.
-            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):
-                raise
+            )
         yield
     finally:
         os.close(held)

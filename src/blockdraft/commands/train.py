@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockdraft.commands.outputs import silence_stdout
 from blockdraft.commands.stops import EARLY_STOP, EXIT_INTERRUPTED, Stops
 from blockdraft.config import ConfigError, RunConfig
 
@@ -156,8 +157,6 @@ def _say(line: str) -> None:
         sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        # Days of training are not lost with a window or a pager; what is still in the buffer goes nowhere too.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        # Days of training are not lost with a window or a pager.
+        silence_stdout()
         sys.stderr.write("nobody reads the output any more; the run goes on, its run directory has the metrics\n")

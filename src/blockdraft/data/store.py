@@ -5,8 +5,6 @@ to the side and renamed when complete, so a directory at its final place is a wh
 nothing is copied before a document is asked for.
 """
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -23,6 +21,7 @@ from datasets.arrow_writer import ArrowWriter
 from numpy.typing import NDArray
 
 from blockdraft.config import ConfigError
+from blockdraft.data.locks import try_lock
 from blockdraft.data.template import Encoded
 
 FORMAT = "blockdraft token store"
@@ -94,17 +93,8 @@ def _alone_in(side: Path) -> Iterator[None]:
     side.mkdir(parents=True, exist_ok=True)
     held = os.open(side, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = side.exists() and os.path.samestat(os.fstat(held), side.stat())
-        except BlockingIOError:
-            is_ours = False
-        except OSError as error:
-            # Some network file systems lock no directories; commands are as safe there as their users are careful.
-            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):
-                raise
-            is_ours = True
-        if not is_ours:
+        # Another one may have moved what was opened here to its place before it was locked.
+        if not try_lock(held) or not side.exists() or not os.path.samestat(os.fstat(held), side.stat()):
             raise ConfigError(f"{side}: another command is writing there; wait for its end, or choose another --output")
         for left in side.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -132,7 +132,7 @@ def _driver() -> Finding:
 
 
 def _driver_version() -> int:
-    """CUDA's version that the installed driver is able to, 13000 for 13.0. torch has it, but no name for it."""
+    """CUDA's version that the installed driver is able to, 13000 for 13.0; torch does not say it."""
     number = ctypes.c_int()
     status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     if status != 0:
