@@ -92,8 +92,10 @@ def result(size: Size, pipeline: Pipeline, protection: Protection, waits: WaitCo
         say(line)
     say(f"after warm-up: {compilations}")
     seconds = time.monotonic() - pipeline.started
+    traces = recorded() if size.record else []
     return {
-        "allocated": allocations() if size.record else None,
+        "allocated": allocations(traces),
+        "working_sets": [working_sets(trace) for trace in traces],
         "compilations": None if compilations is None else sum(compilations),
         "memory": {str(device): memory._asdict() for device, memory in found.items()},
         "flat": all(memory.is_flat for memory in found.values()),
@@ -104,17 +106,47 @@ def result(size: Size, pipeline: Pipeline, protection: Protection, waits: WaitCo
     }
 
 
-def allocations() -> dict[str, list[str]]:
-    """Which side's code allocated on each device since all were warm, by the functions on the stack."""
-    sides = {"fill": "target", "_consume": "drafter"}
-    traces = torch.cuda.memory._snapshot()["device_traces"]
+def recorded() -> list[list[dict[str, Any]]]:
+    """Every allocation and release of each device since all were warm."""
+    traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
     torch.cuda.memory._record_memory_history(enabled=None)
+    return traces
+
+
+SIDES = {"fill": "target", "_consume": "drafter"}
+"""Whose code a function on the stack is."""
+
+
+def allocations(traces: list[list[dict[str, Any]]]) -> dict[str, list[str]]:
+    """Which side's code allocated on each device, by the functions on the stack."""
     found: dict[str, list[str]] = {}
     for index, trace in enumerate(traces):
         stacks = [{frame["name"] for frame in entry["frames"]} for entry in trace if entry["action"] == "alloc"]
-        seen = {side for stack in stacks for function, side in sides.items() if function in stack}
-        found[f"cuda:{index}"] = sorted(seen)
+        found[f"cuda:{index}"] = sorted({side for stack in stacks for name, side in SIDES.items() if name in stack})
     return found
+
+
+def working_sets(trace: list[dict[str, Any]]) -> dict[str, int]:
+    """The most bytes that each side held at once of what it allocated in the steady state.
+
+    A stream belongs to one worker; whose it is say the stacks (a backward pass runs in a thread that has none).
+    """
+    held: dict[int, int] = {}
+    most: dict[int, int] = {}
+    live: dict[int, tuple[int, int]] = {}
+    owner: dict[int, str] = {}
+    for entry in trace:
+        if entry["action"] == "alloc":
+            stream, size = entry["stream"], entry["size"]
+            live[entry["addr"]] = stream, size
+            held[stream] = held.get(stream, 0) + size
+            most[stream] = max(most.get(stream, 0), held[stream])
+            names = {frame["name"] for frame in entry["frames"]}
+            owner |= {stream: side for name, side in SIDES.items() if name in names}
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            stream, size = live.pop(entry["addr"])
+            held[stream] -= size
+    return {owner.get(stream, f"stream {number}"): most[stream] for number, stream in enumerate(sorted(most))}
 
 
 def lengths() -> dict[str, Any]:
@@ -146,15 +178,15 @@ def poison() -> dict[str, Any]:
 
 
 def short() -> dict[str, Any]:
-    return train(Size(NARROW, 2048, 64, 60, 8, 64))
+    return train(Size(NARROW, 2048, 64, 60, 8, 64, record=True))
 
 
 def long() -> dict[str, Any]:
-    return train(Size(NARROW, 2048, 64, 60, 1800, 2048))
+    return train(Size(NARROW, 2048, 64, 60, 1800, 2048, record=True))
 
 
 def mixed() -> dict[str, Any]:
-    return train(Size(NARROW, 2048, 64, 60, 8, 2048))
+    return train(Size(NARROW, 2048, 64, 60, 8, 2048, record=True))
 
 
 def smollm2(attention: str) -> dict[str, Any]:

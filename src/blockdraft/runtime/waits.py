@@ -116,7 +116,7 @@ def thread_numbers(workers: list[Worker]) -> dict[int, str]:
     """Names of the workers by every number that a trace may give to their thread.
 
     That is the system's number where the profiler has asked for it, and else the lower half of the thread's address,
-    signed or not.
+    signed or not; the profiler writes a negative number without its sign.
     """
     names = {}
     for worker in workers:
@@ -124,7 +124,7 @@ def thread_numbers(workers: list[Worker]) -> dict[int, str]:
         if thread is None or thread.ident is None or thread.native_id is None:
             continue
         low = thread.ident & 0xFFFFFFFF
-        for number in (thread.native_id, low, low - 2**32, thread.ident):
+        for number in (thread.native_id, low, low - 2**32, 2**32 - low, thread.ident):
             names[number] = worker.name
     return names
 
