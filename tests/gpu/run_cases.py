@@ -142,7 +142,8 @@ def working_sets(trace: list[dict[str, Any]]) -> dict[str, int]:
             held[stream] = held.get(stream, 0) + size
             most[stream] = max(most.get(stream, 0), held[stream])
             names = {frame["name"] for frame in entry["frames"]}
-            owner |= {stream: side for name, side in SIDES.items() if name in names}
+            for side in (side for name, side in SIDES.items() if name in names):
+                owner[stream] = side
         elif entry["action"] == "free_completed" and entry["addr"] in live:
             stream, size = live.pop(entry["addr"])
             held[stream] -= size

@@ -124,11 +124,17 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def even_chunk(num_rows: int, chunk_rows: int) -> int:
-    """Rows of a chunk: at most `chunk_rows`, even over the chunks, a multiple of 128 where that fits."""
+    """Rows of a chunk: at most `chunk_rows`, even over the chunks, then a multiple of 512, or else of 128, if one fits.
+
+    What is left for the last chunk matters less than whole tiles in the others: see docs/performance.md.
+    """
     num_chunks = max(1, -(-num_rows // chunk_rows))
     even = -(-num_rows // num_chunks)
-    whole_tiles = -(-even // 128) * 128
-    return whole_tiles if whole_tiles <= chunk_rows else even
+    for multiple in (512, 128):
+        rows = -(-even // multiple) * multiple
+        if rows <= chunk_rows and rows < num_rows + 128:
+            return rows
+    return even
 
 
 def between_eager(product_MV: Tensor, label_M: Tensor, finish: Finish, ce_M: Tensor, correct_M: Tensor) -> None:

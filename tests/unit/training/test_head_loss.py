@@ -83,10 +83,13 @@ def test_the_first_of_equal_logits_is_the_largest():
     assert result.correct_N.tolist() == [True, False, False]
 
 
-def test_chunks_are_even_and_whole_tiles_where_they_fit():
-    assert even_chunk(7680, 2048) == 1920
-    assert even_chunk(7680, 4096) == 3840
-    assert even_chunk(7000, 2048) == 1792
+def test_chunks_are_whole_tiles_where_they_fit():
+    assert even_chunk(7680, 2048) == 2048
+    assert even_chunk(7680, 4096) == 4096
+    assert even_chunk(7680, 2000) == 1920
+    assert even_chunk(7000, 2048) == 2048
+    assert even_chunk(4200, 2048) == 1536
+    assert even_chunk(300, 4096) == 384
     assert even_chunk(100, 4096) == 128
     assert even_chunk(100, 64) == 50
     assert even_chunk(0, 64) == 0
