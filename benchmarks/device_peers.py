@@ -4,7 +4,7 @@ R rows, T context tokens, C captured layers.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -148,21 +148,24 @@ def _speculators(problem: Problem, dtype: torch.dtype) -> dict[str, Callable[[],
     drafter.embed_tokens = embedding
     drafter.lm_head = drafter.verifier_lm_head = head
     nn.init.ones_(drafter.verifier_norm.weight)
-    # Its fused kernels need a GPU.
-    loss_config = resolve_loss_config("ce", "fused" if on_gpu else "eager")
+    steps = {}
+    # Its fused kernels need a GPU, and Dynamo of torch 2.11 refuses them: two of its tuners share a list.
+    for backend in ("fused", "eager") if on_gpu else ("eager",):
+        loss_config = resolve_loss_config("ce", backend)
 
-    def loss() -> Tensor:
-        value: Tensor = drafter(
-            hidden_states=problem.features_RTC,
-            input_ids=problem.input_ids_RT,
-            loss_mask=problem.loss_mask_RT,
-            verifier_last_hidden_states=last_RTD,
-            document_ids=problem.document_RT,
-            loss_config=loss_config,
-            gamma=default_gamma(shape.block_size),
-            max_anchors=problem.anchor_RA.shape[1],
-            per_position_loss_weight="fixed-exp-decay",
-        )[1]
-        return value
+        def loss(loss_config: Any = loss_config) -> Tensor:
+            value: Tensor = drafter(
+                hidden_states=problem.features_RTC,
+                input_ids=problem.input_ids_RT,
+                loss_mask=problem.loss_mask_RT,
+                verifier_last_hidden_states=last_RTD,
+                document_ids=problem.document_RT,
+                loss_config=loss_config,
+                gamma=default_gamma(shape.block_size),
+                max_anchors=problem.anchor_RA.shape[1],
+                per_position_loss_weight="fixed-exp-decay",
+            )[1]
+            return value
 
-    return {"speculators": _stepper(drafter, drafter, loss)}
+        steps[f"speculators, {backend} loss"] = _stepper(drafter, drafter, loss)
+    return steps

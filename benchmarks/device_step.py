@@ -19,11 +19,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, cast
-from unittest import mock
 
+import device_head
 import torch
 from device_exact import Check, check_loss, check_masks, check_stack
 from device_peers import PEERS, peer_steps
@@ -32,10 +31,8 @@ from torch import Tensor
 from blockdraft.commands.bench_cases import (
     Objective,
     Problem,
-    choose_between,
     choose_make_attend,
     head_products,
-    loss_step,
     make_drafter,
     make_problem,
     objective_step,
@@ -60,7 +57,7 @@ from blockdraft.config import OptimConfig
 from blockdraft.models.attention import compile_flex, flex_attend, sdpa_attend
 from blockdraft.models.compiled import How
 from blockdraft.models.drafter import Attend, Drafter
-from blockdraft.training.head_loss import Finish, even_chunk
+from blockdraft.training.head_loss import even_chunk
 from blockdraft.training.optim import MasterOptimizer
 
 PARTS: Final = (
@@ -189,13 +186,15 @@ class Case:
         return whole_step(self.drafter, self.forwards[how, attention], objective_step(self.problem, objective, chunk))
 
     def objectives(self) -> None:
-        """The first variant with each objective, rotated."""
+        """The first variant with each objective, rotated; and the cross-entropy beside one more product of the head."""
         how, attention, chunk = self.run.options.variants[0].split("/")
         names: tuple[Objective, ...] = ("ce", "dpace", "kl")
-        steps = {name: self.make(how, attention, int(chunk), name) for name in names}
+        steps = {f"objective {name}": self.make(how, attention, int(chunk), name) for name in names}
+        lose = device_head.with_product(self.problem, objective_step(self.problem, "ce", int(chunk)), int(chunk))
+        steps["objective ce, a product more"] = whole_step(self.drafter, self.forwards[how, attention], lose)
         for step in steps.values():
             finite(step())
-        self.show(time_rotated(self.run.device, {f"objective {name}": step for name, step in steps.items()}, 3, 3))
+        self.show(time_rotated(self.run.device, steps, 2 if self.run.options.rehearse else 6, 3))
 
     def sustained(self) -> None:
         """A large product and the first variant without a pause, 3 s each: what the power limit leaves of both."""
@@ -281,42 +280,12 @@ class Case:
 
     def loss(self) -> None:
         """The head's loss alone on given hidden states: stages and chunks."""
-        hidden_ND = torch.randn(self.rows, self.problem.shape.hidden_size, device=self.run.device, dtype=self.run.dtype)
-        hidden_ND.requires_grad_()
-        stages = ("eager",) if self.run.options.rehearse else ("triton", "inductor")
-        for stage in stages:
-            for chunk in (1024, 1920, 2560, 3840, 7680) if stage == "triton" else (3840,):
-                lose = loss_step(self.problem, stage, chunk)
-
-                def measure(lose: Callable[[Tensor], Tensor] = lose, what: str = f"{stage}, chunk {chunk}") -> None:
-                    spent = time_alone(self.run.device, lambda: lose(hidden_ND).backward(), repeats=5)
-                    self.run.say(f"{self.name} | loss alone, {what}: {spent:.2f} ms")
-                    self.run.keep(f"{self.name} loss {what}", spent)
-
-                self.run.attempt(f"{self.name} loss {stage} {chunk}", measure)
+        device_head.loss(self.run, self.name, self.problem)
 
     def between(self) -> None:
-        """The stage between the loss's products, by the ids of a program and its warps."""
-        head_VD, finish = self.problem.ends.head_weight, Finish(1.0, None)
-        hidden_MD = torch.randn(min(1920, self.rows), head_VD.shape[1], device=self.run.device, dtype=self.run.dtype)
-        product_MV = torch.mm(hidden_MD * 0.3, head_VD.t())
-        label_M = self.problem.label_N[: len(product_MV)]
-        ce_M, correct_M = torch.empty(len(label_M), device=label_M.device), torch.empty_like(label_M, dtype=torch.bool)
-        between = choose_between("eager" if self.run.options.rehearse else "triton")
-        settings, stage = [(0, 0)], "blockdraft.training.head_loss_triton"
-        if not self.run.options.rehearse:
-            settings = [(4096, 4), (4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 32)]
-        for ids, warps in settings:
-
-            def measure(ids: int = ids, warps: int = warps) -> None:
-                chosen = mock.patch.multiple(stage, SLICE=ids, NUM_WARPS=warps) if ids else nullcontext()
-                with chosen:
-                    spent = time_alone(self.run.device, lambda: between(product_MV, label_M, finish, ce_M, correct_M))
-                moved = 2 * product_MV.numel() * product_MV.element_size() / spent / 1e9
-                self.run.say(f"{self.name} | between, {ids} ids, {warps} warps: {spent:.3f} ms, {moved:.2f} TB/s")
-                self.run.keep(f"{self.name} between {ids} {warps}", spent)
-
-            self.run.attempt(f"{self.name} between {ids} {warps}", measure)
+        """The stages between the losses' products, by the ids of a program and its warps."""
+        device_head.between(self.run, self.name, self.problem)
+        device_head.between_kl(self.run, self.name, self.problem)
 
     def profile(self) -> None:
         """Kernel classes of the best variant."""
