@@ -306,10 +306,30 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             source, trust_remote_code=trust_remote_code, **extra
         )
     except (OSError, ValueError) as error:
+        # What transformers says then is about packages for conversion, which would not help.
+        if Path(path).is_dir() and not _has_tokenizer(Path(path)):
+            raise ConfigError(_no_tokenizer(path)) from error
         raise ConfigError(
-            f"{path!r}: expected a target with a tokenizer, found none (check the path): {error}"
+            f"{path!r}: expected a target with a tokenizer, found none that can be read: {error}"
         ) from error
+    # For some families transformers makes a tokenizer without any file: it knows its special tokens alone.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
+        raise ConfigError(_no_tokenizer(path))
     return tokenizer
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    """Whether a file is there that may hold a vocabulary, or code that makes one, whatever the family calls it."""
+    patterns = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", "tekken.json", "tokeniz*.py")
+    return any(any(directory.glob(pattern)) for pattern in patterns)
+
+
+def _no_tokenizer(path: str) -> str:
+    return (
+        f"{path}: expected the target's tokenizer in it (tokenizer.json, or tokenizer.model, or vocab.json with "
+        "merges.txt; beside it tokenizer_config.json and chat_template.jinja), found no file with a vocabulary; copy "
+        "these files from where the model is from, or save them there with the tokenizer's save_pretrained"
+    )
 
 
 def mask_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int, seen: set[int], stop: tuple[int, ...]) -> int:

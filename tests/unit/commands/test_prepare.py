@@ -10,6 +10,7 @@ from blockdraft.commands.prepare import Options, run
 from blockdraft.config import ConfigError
 from blockdraft.data.conversations import write_conversations
 from blockdraft.data.store import Store, open_store
+from integration.tiny import CONFIGS
 from tiny_chat import CHATML, REFUSING, THINKING, UNSTABLE, chat, reasoned, save_tokenizer
 
 SHORT = [chat("q", f"answer {number}") for number in range(8)]
@@ -116,6 +117,26 @@ def test_reasoning_can_be_left_out_and_what_the_template_drops_is_told(
     num_kept = int(kept[0].loss_mask.sum())
     bare = prepared(tmp_path, str(path), target, reasoning=False)
     assert num_kept - int(bare[0].loss_mask.sum()) == len("\nr2\n\n\n") + 2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", None])
+def test_a_directory_without_a_tokenizer_is_named_with_the_files_that_belong_there(tmp_path: Path, family: str | None):
+    # Of a qwen3 config alone transformers makes a tokenizer of one token; of llama's, and of nothing, none.
+    (tmp_path / "target").mkdir()
+    if family is not None:
+        CONFIGS[family]().save_pretrained(tmp_path / "target")
+        (tmp_path / "target" / "chat_template.jinja").write_text(CHATML)
+    expected = (
+        rf"^{tmp_path}/target: expected .*tokenizer\.json.*, found no file with a vocabulary; copy these files from"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        prepared(tmp_path, source(tmp_path), str(tmp_path / "target"))
+
+
+def test_a_tokenizer_that_is_cut_is_told_from_one_that_is_missing(tmp_path: Path, target: str):
+    (Path(target) / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="expected a target with a tokenizer, found none that can be read: Expecting"):
+        prepared(tmp_path, source(tmp_path), target)
 
 
 def test_options_out_of_range(tmp_path: Path, target: str):
