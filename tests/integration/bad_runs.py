@@ -139,6 +139,16 @@ expect(
 expect(RUNS, "a run directory that is the target's", lambda at: begin_in(at, at.files.target))
 expect(RUNS, "a run directory that is the store's", lambda at: begin_in(at, at.files.store))
 expect(RUNS, "no checkpoint to resume", lambda at: resume(at, at.run / "checkpoints" / "step_00000007"))
+expect(
+    RUNS,
+    "the run instead of its checkpoint",
+    lambda at: train.run(replace(at.config(), run_dir=str(at.run)), train.Options(resume=str(at.run))),
+)
+expect(
+    RUNS,
+    "the checkpoints of another run",
+    lambda at: train.run(at.config(), train.Options(resume=str(at.run / "checkpoints"))),
+)
 expect(RUNS, "another block size than before", lambda at: resume(at, copied(at), drafter={"block_size": 8}))
 expect(RUNS, "another learning rate than before", lambda at: resume(at, copied(at), optim={"lr": 0.5}))
 expect(

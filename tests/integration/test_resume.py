@@ -155,10 +155,20 @@ def test_what_needs_no_target_is_refused_before_one_is_loaded(files, tmp_path, m
         raise AssertionError("the target was loaded first")
 
     (tmp_path / "file").write_text("")
+    (tmp_path / "a" / "checkpoints" / "step_00000003").mkdir(parents=True)
+    (tmp_path / "a" / "config.json").write_text("{}")
+    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
+    named = r"expected one checkpoint, found a run directory; write --resume auto"
+    listed = r"expected one checkpoint, found the checkpoints of a run; write --resume auto"
+    last = rf", or --resume {tmp_path}/a/checkpoints/step_00000003$"
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr("blockdraft.commands.control.build", never)
     for run_dir, changes, resume, message in (
         ("run", {}, str(tmp_path / "none"), "--resume: expected a checkpoint"),
+        ("a", {}, str(tmp_path / "a"), f"--resume {tmp_path}/a: {named}{last}"),
+        ("run", {}, str(tmp_path / "a"), f"--resume {tmp_path}/a: {named} --run-dir {tmp_path}/a{last}"),
+        ("a", {}, str(tmp_path / "a" / "checkpoints"), f"--resume {tmp_path}/a/checkpoints: {listed}{last}"),
+        ("b", {}, str(tmp_path / "b"), f"--resume {tmp_path}/b: {named}$"),
         ("run", {"trackers": ("wandb",)}, "", "--trackers wandb needs its package"),
         ("file/run", {}, "", "expected a directory that can be written"),
     ):

@@ -118,11 +118,11 @@ def _find_resume(resume: str, run_dir: Path) -> Path | None:
     """The checkpoint to go on from, whole by its checksums; None: the run begins.
 
     Raises:
-        ConfigError: the checkpoint named is damaged or of another version.
+        ConfigError: the checkpoint named is damaged, of another version, or none but a whole run.
     """
     from blockdraft.runtime.distributed import this_node
     from blockdraft.training.checkpoint import verify
-    from blockdraft.training.resuming import find_newest
+    from blockdraft.training.resuming import find_newest, refuse_run_directory
 
     if resume == "auto":
         newest = find_newest(run_dir / "checkpoints", _say, set_aside=this_node() == 0)
@@ -130,6 +130,8 @@ def _find_resume(resume: str, run_dir: Path) -> Path | None:
             _say(f"--resume auto: {run_dir} holds no checkpoint, the run begins")
         return newest
     directory = Path(resume) if resume else None
+    if directory is not None:
+        refuse_run_directory(directory, run_dir)
     # What is no checkpoint at all is refused with the rest of what may not be resumed.
     if directory is not None and (directory / "config.json").is_file():
         verify(directory)

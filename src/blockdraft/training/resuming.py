@@ -43,6 +43,23 @@ def find_newest(root: Path, say: Callable[[str], None], *, set_aside: bool = Tru
     return None
 
 
+def refuse_run_directory(directory: Path, run_dir: Path) -> None:
+    """Says what to write instead, where --resume names a run, or its `checkpoints`, and not one checkpoint.
+
+    Raises:
+        ConfigError: it does.
+    """
+    run = directory.parent if directory.name == "checkpoints" else directory
+    root = run / "checkpoints"
+    if not root.is_dir() or (directory / STATE).is_file():
+        return
+    newest = "--resume auto" if run.resolve() == run_dir.resolve() else f"--resume auto --run-dir {run}"
+    found = list_checkpoints(root)
+    one = f", or --resume {found[-1]}" if found else ""
+    what = "a run directory" if directory == run else "the checkpoints of a run"
+    raise ConfigError(f"--resume {directory}: expected one checkpoint, found {what}; write {newest}{one}")
+
+
 def check_resumable(directory: Path, config: RunConfig) -> None:
     """Refuses to resume when a field that changes the model or the data order differs.
 
