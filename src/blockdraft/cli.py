@@ -13,14 +13,15 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Final, NamedTuple
 
 from blockdraft.commands.outputs import silence_stdout
-from blockdraft.commands.stops import EARLY_STOP, EXIT_INTERRUPTED, StopRequested, Stops
+from blockdraft.commands.stops import EARLY_STOP, EARLY_STOP_ANSWERING, EXIT_INTERRUPTED, StopRequested, Stops
 from blockdraft.config import ConfigError, RunConfig
 from blockdraft.recipes import list_recipes, load_recipe
 
@@ -110,7 +111,9 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in VERBS:
         raise ConfigError(_unknown_verb(name))
     if name == "train":
-        return _train_until_stopped(rest)
+        return _until_stopped(partial(_train, rest), EARLY_STOP)
+    if name == "regenerate":
+        return _until_stopped(partial(_regenerate, rest), EARLY_STOP_ANSWERING)
     module = importlib.import_module(VERBS[name].module)
     if name in WITH_RECIPE:
         return _perhaps_with_recipe(name, module, rest)
@@ -133,20 +136,25 @@ def _version() -> str:
         return "(run from source, not installed)"
 
 
-def _train_until_stopped(arguments: list[str]) -> int:
-    """Hears stops from here on: imports alone take seconds."""
+def _until_stopped(run: Callable[[Stops], int], early: str) -> int:
+    """Hears stops from here on: imports alone take seconds. `early` is said where there was nothing to finish."""
     stops = Stops()
     try:
         with stops.listen():
-            return _train(arguments, stops)
+            return run(stops)
     except StopRequested:
         pass
     except Exception:
         # Whatever a stop broke off, such as a half-done import, may fail in its own way.
         if stops.ask is not None or not stops.count:
             raise
-    sys.stdout.write(f"{EARLY_STOP}\n")
+    sys.stdout.write(f"{early}\n")
     return 0
+
+
+def _regenerate(arguments: list[str], stops: Stops) -> int:
+    module = importlib.import_module(VERBS["regenerate"].module)
+    return int(module.run(_parse(module.Options, "blockdraft regenerate", arguments, module.__doc__), stops))
 
 
 def _train(arguments: list[str], stops: Stops) -> int:

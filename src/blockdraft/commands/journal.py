@@ -94,6 +94,15 @@ class Journal:
         self._write(answer._asdict())
         self.done[answer.row] = answer
 
+    def describe_stop(self, num_prompts: int) -> str:
+        """What a command that was stopped has, and how it goes on."""
+        if not self.done:
+            return "stopped before the first answer: nothing to keep; the same command begins again"
+        return (
+            f"stopped after {len(self.done):,} of {num_prompts:,} answers, which are kept in {self._partial}; the same "
+            "command goes on from there"
+        )
+
     def complete(
         self, conversations: "Iterable[Conversation]", counts: dict[str, int], *, is_whole: bool = True
     ) -> None:

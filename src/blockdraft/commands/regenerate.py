@@ -12,27 +12,29 @@ again.
 
 While the command runs, answers are appended to OUTPUT.partial, a chunk of like-long prompts at a time (a server's as
 each comes). A second run with the same settings goes on from there; at the end OUTPUT is written in input order and the
-partial file removed, if every prompt was answered.
+partial file removed, if every prompt was answered. Ctrl-C and SIGTERM drop what is being answered and end the command
+with 0; a second one with 130.
 """
 
 import hashlib
 import math
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from blockdraft.commands.answering import answer_all
 from blockdraft.commands.journal import Journal
 from blockdraft.commands.outputs import check_file
+from blockdraft.commands.stops import StopRequested, Stops
 from blockdraft.config import ConfigError, TargetConfig
 
 if TYPE_CHECKING:
     from blockdraft.data.conversations import ChatTemplate, Conversation, Drops
-    from blockdraft.decoding.engine import AnswerEngine, EngineAnswer, EngineFailure, Sampling
+    from blockdraft.decoding.engine import AnswerEngine, EngineAnswer, Sampling
     from blockdraft.decoding.server_engine import Server
 
 
@@ -88,17 +90,19 @@ class Options:
     """Times that a failed request is sent again."""
 
 
-def run(options: Options) -> int:
+def run(options: Options, stops: Stops | None = None) -> int:
     """Writes the output and prints counts; returns the exit code.
 
     Raises:
         ConfigError: nothing to read, too many unusable rows or failures, or an output of other settings.
+        StopRequested: a stop was asked for before there was anything to keep.
     """
     from blockdraft.data.conversations import ChatTemplate, Drops
     from blockdraft.models.target import load_tokenizer
 
     _check(options)
     check_file(options.output)
+    stops = Stops() if stops is None else stops
     server = _server(options) if options.server else None
     template = ChatTemplate(load_tokenizer(options.target, options.trust_remote_code))
     drops = Drops(options.max_drop)
@@ -112,14 +116,19 @@ def run(options: Options) -> int:
         if journal.message:
             sys.stdout.write(journal.message + "\n")
         failed: dict[int, str] = {}
-        if len(journal.done) < len(prompts):
-            if server:
-                engine = _server_engine(options, server, template)
-                failed = _answer_all(engine, prompts, journal, None, options.max_drop)
-            else:
-                engine = _own_engine(options, device, dtype, template)
-                _answer_all(engine, prompts, journal, options.batch_size, 0.0)
-        counts = _finish(journal, prompts, failed, options)
+        try:
+            if len(journal.done) < len(prompts):
+                if server:
+                    engine = _server_engine(options, server, template)
+                    failed = answer_all(engine, prompts, journal, stops, chunk=None, max_failed=options.max_drop)
+                else:
+                    engine = _own_engine(options, device, dtype, template)
+                    answer_all(engine, prompts, journal, stops, chunk=options.batch_size)
+            with stops.deferred():
+                counts = _finish(journal, prompts, failed, options)
+        except StopRequested:
+            sys.stdout.write(journal.describe_stop(len(prompts)) + "\n")
+            return 0
     lines = [f"{options.output}: {counts['written']:,} answers to {len(prompts):,} prompts", *_lines(counts)]
     if failed:
         lines.append(f"the same command asks for the {len(failed):,} prompts without an answer again")
@@ -184,66 +193,6 @@ def _sampling(options: Options) -> "Sampling":
         seed=options.seed,
         thinking=_thinking(options),
     )
-
-
-def _answer_all(
-    engine: "AnswerEngine",
-    prompts: "Sequence[tuple[Conversation, int]]",
-    journal: Journal,
-    chunk: int | None,
-    max_failed: float,
-) -> dict[int, str]:
-    """Chunks of like-long prompts, longest first; returns the prompts that could not be answered, with the reason.
-
-    A chunk that was not recorded whole is answered again whole, so that its answers are the same. Without chunks, as
-    for a server, only what is not recorded is asked for, all at once.
-
-    Raises:
-        ConfigError: too many prompts could not be answered.
-    """
-    from tqdm import tqdm
-
-    from blockdraft.decoding.engine import EngineFailure
-
-    failed: dict[int, str] = {}
-    details: list[str] = []
-    order = sorted(range(len(prompts)), key=lambda row: prompts[row][1], reverse=True)
-    if chunk is None:
-        order, chunk = [row for row in order if row not in journal.done], len(prompts)
-    with tqdm(desc="regenerate", unit=" answers", total=len(prompts), initial=len(journal.done)) as bar:
-        for start in range(0, len(order), chunk):
-            rows = order[start : start + chunk]
-            if all(row in journal.done for row in rows):
-                continue
-            with _closing(engine.answers([prompts[row][0] for row in rows])) as answers:
-                for answer in answers:
-                    row = rows[answer.row]
-                    if isinstance(answer, EngineFailure):
-                        failed[row] = answer.reason
-                        details.append(f"{prompts[row][0].source}: {answer.reason}: {answer.detail}")
-                        _check_failed(len(failed), len(prompts), max_failed, details, len(journal.done))
-                    elif row not in journal.done:
-                        journal.add(answer._replace(row=row))
-                        bar.update(1)
-    return failed
-
-
-@contextmanager
-def _closing(answers: "Iterator[EngineAnswer | EngineFailure]") -> "Iterator[Iterator[EngineAnswer | EngineFailure]]":
-    """Closes an engine's answers when the loop over them ends early: a server's requests under way are cut then."""
-    try:
-        yield answers
-    finally:
-        if isinstance(answers, Generator):
-            answers.close()
-
-
-def _check_failed(num_failed: int, num_prompts: int, most: float, details: list[str], num_done: int) -> None:
-    if num_failed > most * num_prompts:
-        raise ConfigError(
-            f"{num_failed:,} of {num_prompts:,} prompts could not be answered, more than --max-drop {most:g}; the same "
-            f"command goes on after {num_done:,} answers. The first:\n  " + "\n  ".join(details[:3])
-        )
 
 
 def _finish(

@@ -18,6 +18,11 @@ EARLY_STOP: Final = (
     "if there are checkpoints"
 )
 
+EARLY_STOP_ANSWERING: Final = (
+    "stopped before the first new answer: nothing was added; the same command begins again, or goes on where an "
+    "earlier one stopped"
+)
+
 
 class StopRequested(BaseException):
     """A stop was asked for while there was nothing to finish. No error: nothing that catches errors may catch it."""
@@ -47,6 +52,14 @@ class Stops:
             for number, handler in before:
                 signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """For what must not be broken off, such as a write: one that is heard inside is counted, and raises nothing."""
+        self.ask = _nothing
+        yield
+        # Not after an error: no stop has caused that, and it is to be seen.
+        self.ask = None
+
     def check(self) -> None:
         """Raises StopRequested if one was heard: an import or a callback may have swallowed the first one."""
         if self.count:
@@ -60,3 +73,7 @@ class Stops:
             raise StopRequested
         # Nothing is printed here: a signal may arrive while the main thread is inside a write.
         self.ask()
+
+
+def _nothing() -> None:
+    """Counted is enough."""

@@ -49,10 +49,11 @@ def generate_batch(
     generator: torch.Generator | None = None,
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
+    made: Callable[[int], None] | None = None,
 ) -> list[Answer]:
     """Answers in the order of the prompts; greedy at temperature 0, sampled from the whole vocabulary otherwise.
 
-    `progress` is called with the number of answers that have just finished.
+    `progress` is called with the number of answers that have just finished, `made` with the tokens of each round.
 
     Raises:
         ConfigError: an empty prompt, or numbers out of range.
@@ -64,7 +65,7 @@ def generate_batch(
         chosen = order[start : start + batch_size]
         batch = _Batch(target, [prompts[i] for i in chosen])
         pick = _Picker(temperature, generator)
-        decoded = _decode(batch, pick, max_new_tokens, frozenset(stop_ids), progress)
+        decoded = _decode(batch, pick, max_new_tokens, frozenset(stop_ids), progress, made)
         answers.update(zip(chosen, decoded, strict=True))
     return [answers[i] for i in range(len(prompts))]
 
@@ -75,13 +76,14 @@ def _decode(
     max_new_tokens: int,
     stop_ids: frozenset[int],
     progress: Callable[[int], None] | None,
+    made: Callable[[int], None] | None,
 ) -> list[Answer]:
     tokens: list[list[int]] = [[] for _ in batch.rows]
     finish: dict[int, Literal["stop", "length"]] = {}
     logits_BV = batch.prefill()
     while True:
         next_B = pick(logits_BV)
-        num_before = len(finish)
+        num_before, num_open = len(finish), len(tokens) - len(finish)
         # The only read from the device in a round.
         for row, token in zip(batch.rows, next_B.tolist(), strict=True):
             if row in finish:
@@ -91,6 +93,8 @@ def _decode(
                 finish[row] = "stop"
             elif len(tokens[row]) == max_new_tokens:
                 finish[row] = "length"
+        if made is not None:
+            made(num_open)
         if progress is not None and len(finish) > num_before:
             progress(len(finish) - num_before)
         if len(finish) == len(tokens):

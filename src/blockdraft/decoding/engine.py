@@ -4,7 +4,7 @@ An answer loops when it ends in the same n-gram (n up to 64 tokens) at least 4 t
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -54,8 +54,13 @@ class EngineFailure(NamedTuple):
 class AnswerEngine(Protocol):
     """Who answers: transformers in this process, or a server."""
 
-    def answers(self, conversations: Sequence[Conversation]) -> Iterator[EngineAnswer | EngineFailure]:
-        """Answers to conversations that end with a user turn, in any order, each as soon as it is there."""
+    def answers(
+        self, conversations: Sequence[Conversation], made: Callable[[int], None] | None = None
+    ) -> Iterator[EngineAnswer | EngineFailure]:
+        """Answers to conversations that end with a user turn, in any order, each as soon as it is there.
+
+        `made` is called with numbers of tokens, as soon as the engine knows that they were made.
+        """
         ...
 
 
@@ -68,7 +73,9 @@ class TransformersEngine:
         self._stop_ids = tuple(stop_ids)
         self._sampling = sampling
 
-    def answers(self, conversations: Sequence[Conversation]) -> Iterator[EngineAnswer]:
+    def answers(
+        self, conversations: Sequence[Conversation], made: Callable[[int], None] | None = None
+    ) -> Iterator[EngineAnswer]:
         """One `generate_batch` call; its answers come together."""
         texts = [self._template.prompt_text(c, thinking=self._sampling.thinking) for c in conversations]
         # Seeded by the prompts themselves: the same chunk gives the same answers, whatever ran before it.
@@ -81,6 +88,7 @@ class TransformersEngine:
             temperature=self._sampling.temperature,
             generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "big")),
             batch_size=self._sampling.batch_size,
+            made=made,
         )
         for row, (text, answer) in enumerate(zip(texts, decoded, strict=True)):
             ids = answer.token_ids[:-1] if answer.finish == "stop" else answer.token_ids

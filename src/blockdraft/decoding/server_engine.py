@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -215,7 +215,9 @@ class ServerEngine:
         self._template = template
         self._sampling = sampling
 
-    def answers(self, conversations: Sequence[Conversation]) -> Iterator[EngineAnswer | EngineFailure]:
+    def answers(
+        self, conversations: Sequence[Conversation], made: Callable[[int], None] | None = None
+    ) -> Iterator[EngineAnswer | EngineFailure]:
         """Each as soon as it is there. Leaving early (an error, Ctrl-C) cuts the requests under way."""
         connection = Connection(self._server)
         # Rendered here: a tokenizer is not made for several threads.
@@ -230,7 +232,12 @@ class ServerEngine:
                 row = waiting.pop(future)
                 reply = future.result()
                 found = reply if isinstance(reply, _Failed) else self._read(row, reply, opened[row])
-                yield EngineFailure(row, found.reason, found.detail) if isinstance(found, _Failed) else found
+                if isinstance(found, _Failed):
+                    yield EngineFailure(row, found.reason, found.detail)
+                    continue
+                if made is not None:
+                    made(found.num_tokens)
+                yield found
         finally:
             connection.stop()
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,22 +1,27 @@
 """`regenerate`: answers of a tiny random target, resumed, counted, in input order."""
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from blockdraft.cli import main
+from blockdraft.commands import answering
 from blockdraft.commands.journal import Journal
 from blockdraft.commands.regenerate import Options, run
 from blockdraft.config import ConfigError
-from blockdraft.data.conversations import ChatTemplate, Conversation, write_conversations
-from blockdraft.decoding import engine
-from blockdraft.decoding.batched import Answer
-from blockdraft.decoding.engine import EngineAnswer, Parts, Sampling, TransformersEngine, is_looping, split_reasoning
-from tiny_chat import CHATML, OPENED_THINKING, chat, reasoned, save_tokenizer, tiny_tokenizer
+from blockdraft.data.conversations import Conversation, write_conversations
+from blockdraft.decoding.batched import _Batch
+from blockdraft.decoding.engine import EngineAnswer, TransformersEngine
+from blockdraft.models.target import Target
+from tiny_chat import CHATML, chat, reasoned, save_tokenizer, tiny_tokenizer
 
 ROWS = [
     chat("first question, a long one", "old answer"),
@@ -98,6 +103,9 @@ def test_a_finished_output_is_left_alone_and_other_settings_are_refused(
         run(options(tmp_path, target))
 
 
+Made = Callable[[int], None]
+
+
 class Interrupted(RuntimeError):
     """Stands for a kill."""
 
@@ -117,12 +125,12 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     answers = TransformersEngine.answers
     asked: list[int] = []
 
-    def dies(self: TransformersEngine, conversations: Sequence[Conversation]) -> Iterator[EngineAnswer]:
+    def dies(self: TransformersEngine, conversations: Sequence[Conversation], made: Made) -> Iterator[EngineAnswer]:
         asked.append(len(conversations))
         if len(asked) == 2:
             yield next(answers(self, conversations))
             raise Interrupted
-        yield from answers(self, conversations)
+        yield from answers(self, conversations, made)
 
     monkeypatch.setattr(TransformersEngine, "answers", dies)
     with pytest.raises(Interrupted):
@@ -139,6 +147,87 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     # The broken chunk again, then the last one; the first is not asked for any more.
     assert asked == [2, 2, 2, 1]
     assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+def command_of(made: Options) -> list[str]:
+    flags = ["--max-new-tokens", "12", "--batch-size", "2", "--device", "cpu", "--dtype", "float32"]
+    return ["regenerate", *made.conversations, "--target", made.target, "--output", str(made.output), *flags]
+
+
+def signalling(whole: Callable[..., Any], number: int, call: int) -> Callable[..., Any]:
+    """The same function; this process gets the signal before the given call of it."""
+    calls: list[int] = []
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return whole(*arguments, **named)
+
+    return called
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("holder", "name", "call", "kept"),
+    [
+        # While the target is loaded; in the second batch's forwards; in the write of the third answer.
+        (Target, "load", 1, 0),
+        (_Batch, "step", 13, 2),
+        (Journal, "add", 3, 3),
+    ],
+)
+def test_a_stop_keeps_what_is_written_and_the_same_command_goes_on(
+    tmp_path: Path,
+    target: str,
+    number: int,
+    holder: type,
+    name: str,
+    call: int,
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    (tmp_path / "whole").mkdir()
+    run(options(tmp_path / "whole", target))
+    made = options(tmp_path, target)
+    before = signal.getsignal(number)
+    capsys.readouterr()
+    # The function itself, of a static method too.
+    whole = getattr(holder, name)
+    with monkeypatch.context() as patched:
+        patched.setattr(holder, name, signalling(whole, number, call))
+        assert main(command_of(made)) == 0
+    assert signal.getsignal(number) is before
+    said = capsys.readouterr().out
+    partial = tmp_path / "out.jsonl.partial"
+    if kept:
+        assert f"stopped after {kept} of 5 answers, which are kept in {partial}; the same command goes on" in said
+    else:
+        assert "stopped before the first answer" in said
+    lines = partial.read_text().splitlines()
+    assert len({json.loads(line)["row"] for line in lines[1:]}) == len(lines) - 1 == kept
+    assert main(command_of(made)) == 0
+    assert made.output.read_bytes() == (tmp_path / "whole" / "out.jsonl").read_bytes()
+
+
+def test_a_stop_in_the_last_write_is_too_late_to_stop_anything(
+    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made = options(tmp_path, target)
+    monkeypatch.setattr(Journal, "complete", signalling(Journal.complete, signal.SIGTERM, 1))
+    assert main(command_of(made)) == 0
+    assert "5 answers to 5 prompts" in capsys.readouterr().out
+    assert len(rows_of(made.output)) == 5
+
+
+def test_tokens_are_shown_before_the_first_answer_is_there(
+    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(answering, "SHOWN_SECONDS", 0.0)
+    run(options(tmp_path, target, batch_size=5))
+    shown = re.findall(r" 0/5 \[[^\]]*, (\d+) tokens\]", capsys.readouterr().err)
+    assert shown[:2] == ["5", "10"]
 
 
 def test_a_partial_file_of_other_settings_or_contents_is_refused(tmp_path: Path, target: str):
@@ -190,7 +279,7 @@ def test_truncated_looping_and_unusable_answers(
         EngineAnswer(3, "", "endless", "length", False, True, 12),
         EngineAnswer(4, " ", "", "stop", False, False, 1),
     ]
-    monkeypatch.setattr(TransformersEngine, "answers", lambda self, conversations: iter(made))
+    monkeypatch.setattr(TransformersEngine, "answers", lambda self, conversations, tell: iter(made))
     # One chunk; the longest prompts come first, so answer n belongs to the n-th longest.
     run(options(tmp_path, target, batch_size=5))
     contents = [messages[-1]["content"] for messages in rows_of(tmp_path / "out.jsonl")]
@@ -213,18 +302,6 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path, target: str, caps
     assert "over-long" in capsys.readouterr().out
 
 
-class NoTarget:
-    """A target that nobody asks."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        raise AssertionError
-
-    @property
-    def device(self) -> torch.device:
-        raise AssertionError
-
-
 def test_rows_that_differ_in_their_last_answer_only_are_asked_once(
     tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -232,37 +309,6 @@ def test_rows_that_differ_in_their_last_answer_only_are_asked_once(
     run(options(tmp_path, target, max_drop=0.5))
     assert len(rows_of(tmp_path / "out.jsonl")) == 5
     assert "2 duplicate prompt" in capsys.readouterr().out
-
-
-def test_reasoning_that_the_prompt_opened_is_split_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tokenizer = tiny_tokenizer(OPENED_THINKING)
-    written = tokenizer("why\n</think>\n\nanswer<|im_end|>", add_special_tokens=False)["input_ids"]
-
-    def decode(*_args: object, **_options: object) -> list[Answer]:
-        return [Answer(written, "stop")]
-
-    monkeypatch.setattr(engine, "generate_batch", decode)
-    sampling = Sampling(max_new_tokens=9, batch_size=1)
-    made = TransformersEngine(NoTarget(), ChatTemplate(tokenizer), [], sampling)
-    (answer,) = made.answers([chat("q")])
-    assert answer == EngineAnswer(0, "answer", "why", "stop", False, False, len(written))
-
-
-@pytest.mark.parametrize(
-    ("text", "is_open", "parts"),
-    [
-        ("plain", False, Parts("", "plain", False)),
-        ("<think>\nr\n</think>\n\na", False, Parts("r", "a", False)),
-        ("\n<think>r</think>a", False, Parts("r", "a", False)),
-        ("r\n</think>\n\na", True, Parts("r", "a", False)),
-        ("<think>\nr", False, Parts("r", "", True)),
-        ("r", True, Parts("r", "", True)),
-        ("say <think> as a word", False, Parts("", "say <think> as a word", False)),
-        ("a </think> b", False, Parts("", "a </think> b", False)),
-    ],
-)
-def test_split_reasoning(text: str, is_open: bool, parts: Parts):
-    assert split_reasoning(text, is_open=is_open) == parts
 
 
 @pytest.mark.parametrize(("is_native", "dtype"), [(True, "bfloat16"), (False, "float32")])
@@ -273,29 +319,6 @@ def test_auto_takes_float32_where_a_cpu_emulates_bfloat16(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
     run(options(tmp_path, target, dtype="auto"))
     assert json.loads((tmp_path / "out.jsonl.summary.json").read_text())["settings"]["dtype"] == dtype
-
-
-@pytest.mark.parametrize(("finish", "content"), [("length", "caf"), ("stop", "caf\ufffd")])
-def test_an_answer_cut_inside_a_character_ends_before_it(monkeypatch: pytest.MonkeyPatch, finish: Any, content: str):
-    tokenizer = tiny_tokenizer(CHATML)
-    # One token a byte, and the second byte of the last character is missing.
-    ids = list(tokenizer("café", add_special_tokens=False)["input_ids"])[:-1]
-    made = [Answer(ids + [2] * (finish == "stop"), finish)]
-    monkeypatch.setattr(engine, "generate_batch", lambda *_arguments, **_options: made)
-    answers = TransformersEngine(None, ChatTemplate(tokenizer), (2,), Sampling(max_new_tokens=4, batch_size=1))  # type: ignore[arg-type]
-    (found,) = answers.answers([chat("q")])
-    assert (found.content, found.num_tokens) == (content, len(made[0].token_ids))
-
-
-def test_looping():
-    assert is_looping([9, 8] + [1] * 24)
-    assert not is_looping([9, 8] + [1] * 23)
-    assert is_looping([5, *[1, 2, 3, 4, 5, 6] * 4])
-    assert not is_looping([1, 2, 3, 4, 5, 6] * 3)
-    assert is_looping(list(range(64)) * 4)
-    assert not is_looping(list(range(65)) * 4)
-    assert not is_looping([*[1, 2] * 20, 3])
-    assert not is_looping([])
 
 
 def test_options_out_of_range(tmp_path: Path, target: str):

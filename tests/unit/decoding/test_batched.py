@@ -100,6 +100,7 @@ def test_an_answer_of_a_batch_equals_the_answer_alone(kind: str, batch_size: int
     expected = [alone(target, prompt, 16, stops) for prompt in prompts]
     assert len({len(answer.token_ids) for answer in expected}) >= 3
     finished: list[int] = []
+    made: list[int] = []
     found = generate_batch(
         target,
         prompts,
@@ -107,10 +108,15 @@ def test_an_answer_of_a_batch_equals_the_answer_alone(kind: str, batch_size: int
         stop_ids=tuple(stops),
         batch_size=batch_size,
         progress=finished.append,
+        made=made.append,
     )
     assert found == expected
     assert sum(finished) == len(prompts)
     assert 0 not in finished
+    # Said in every round, of rows that have not finished.
+    assert sum(made) == sum(len(answer.token_ids) for answer in found)
+    assert made[0] == batch_size
+    assert 0 not in made
 
 
 def test_finished_rows_leave_the_batch():
