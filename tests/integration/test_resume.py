@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from blockdraft.commands import train
 from blockdraft.commands.run_directory import hold
 from blockdraft.config import ConfigError, read_config, to_json
+from blockdraft.data.conversations import write_conversations
 from blockdraft.training.checkpoint import list_checkpoints, newest_checkpoint, read_state
 from blockdraft.training.resuming import check_resumable
 from integration.tiny_run import Files, assert_same_run, make_files, metrics, run_control, tiny_config
+from tiny_chat import chat
 
 VARIANTS = {
     "plain": {},
@@ -128,6 +130,23 @@ def test_a_torn_save_is_ignored(files, tmp_path):
     config = dataclasses.replace(config, run_dir=str(tmp_path / "parts"))
     assert train.run(config, train.Options(resume="auto")) == 0
     assert_same_run(tmp_path / "parts", whole)
+
+
+@pytest.mark.parametrize("by", ["steps", "epochs"])
+def test_a_run_that_is_over_says_so_before_its_target_is_loaded(files, tmp_path, monkeypatch, capsys, by):
+    length = {"steps": 2} if by == "steps" else {"steps": None, "epochs": 0.3}
+    write_conversations(tmp_path / "pairs.jsonl", [chat("Say ab."), chat("Count.")])
+    evaluation = {"prompts": (str(tmp_path / "pairs.jsonl"),), "max_new_tokens": 12}
+    config = tiny_config(files, tmp_path / "run", eval=evaluation, **length)
+    done = run_control(config).control.built.total_steps
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    monkeypatch.setattr("blockdraft.commands.control.build", None)
+    if by == "steps":
+        # Nor is anything read then.
+        monkeypatch.setattr("blockdraft.commands.control.check", None)
+    assert train.run(config, train.Options(resume="auto")) == 0
+    assert f"all {done} steps are done already" in capsys.readouterr().out
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
 def test_a_changed_config_is_refused_by_name(files, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from blockdraft.commands.checks import Checked, HeldOut, check, compare_start, say_data
+from blockdraft.commands.checks import Checked, HeldOut, compare_start, say_data
 from blockdraft.config import ConfigError, RunConfig
 from blockdraft.data.loader import Loader
 from blockdraft.decoding.replay import Tape, record_tapes
@@ -52,18 +52,17 @@ class Built(NamedTuple):
     plan: MemoryPlan
 
 
-def build(config: RunConfig, say: Callable[[str], None], *, node: int = 0, num_nodes: int = 1) -> Built:
-    """Loads and builds what one of `num_nodes` processes needs; whatever can be checked without weights comes first.
+def build(config: RunConfig, checked: Checked, say: Callable[[str], None], *, evaluates: bool) -> Built:
+    """Loads and builds what one process needs, after the static checks; one node `evaluates`, for all.
 
     Raises:
-        ConfigError: whatever is wrong with the config, the data or the target.
+        ConfigError: whatever is wrong with the target, or memory runs out.
     """
-    checked = check(config, node=node, num_nodes=num_nodes)
     say_data(checked, say)
     sizes = plan_sizes(config, checked)
     plan = say_plan(config, sizes, say)
     try:
-        return _build(config, checked, sizes, plan, say, evaluates=node == 0)
+        return _build(config, checked, sizes, plan, say, evaluates=evaluates)
     except RuntimeError as error:
         if not is_shortage(f"{type(error).__name__}: {error}"):
             raise
@@ -90,7 +89,6 @@ def _build(
     targets = _load_targets(config, checked)
     target = targets[0]
     probe_target(target, checked.loader, checked.store, say)
-    # Node 0 evaluates for all.
     tapes = _tapes(config, target, checked.held_out) if evaluates else {}
     # The same as was checked, now with the factors on the target's ends.
     shape = derive_shape(config.drafter, target.facts, checked.mask_token)
@@ -219,6 +217,12 @@ def choose_how(name: str, device: torch.device, head_dim: int, *, is_alone: bool
     if name == "auto" and is_tuned and fits_kernels(head_dim):
         return "kernels"
     return "stack" if name == "flex" and is_alone else "layer"
+
+
+def cpu_threads(config: RunConfig) -> int | None:
+    """Intra-op threads of each CPU worker: torch's own number (OMP_NUM_THREADS) divided among the busy ones."""
+    busy = sum(name.startswith("cpu") for name in (*config.runtime.targets, *config.runtime.drafters))
+    return max(1, torch.get_num_threads() // busy) if busy else None
 
 
 def _tapes(config: RunConfig, target: Target, held_out: list[HeldOut]) -> dict[str, list[Tape]]:

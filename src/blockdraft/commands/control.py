@@ -11,18 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from blockdraft.commands.boundary import Boundary, contents_at, evaluate
-from blockdraft.commands.build import Built, build
-from blockdraft.commands.checks import resolve_dtypes
+from blockdraft.commands.build import Built, build, cpu_threads
+from blockdraft.commands.checks import check, resolve_dtypes
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
-from blockdraft.commands.run_directory import check_directory, check_usable, claim, hold, write_environment
+from blockdraft.commands.run_directory import check_directory, check_usable, claim, hold, is_over, write_environment
 from blockdraft.commands.skips import Skips
 from blockdraft.commands.stops import StopRequested, Stops
-from blockdraft.commands.tracking import MetricsFile, Tracker, check_trackers, open_trackers
+from blockdraft.commands.tracking import METRICS, MetricsFile, Tracker, check_trackers, open_trackers
 from blockdraft.config import RunConfig
 from blockdraft.data.position import position_at
 from blockdraft.runtime.diagnostics import NONE, Diagnostics
@@ -96,15 +94,19 @@ class Control:
                 protection.end()
 
     def _run(self, config: RunConfig, protection: Protection | None) -> int:
-        self.protection = protection
-        world = self.world
-        # What needs no target is refused before one is loaded.
+        self.protection, world = protection, self.world
+        # What needs no target is refused, or found to be over, before one is loaded.
         if self.resume is not None:
             check_resumable(self.resume, config)
         if self.is_first_node:
             check_usable(self.run_dir, is_resumed=self.resume is not None)
             check_trackers(config.trackers)
-        self.built: Built = build(config, self.say, node=world.node, num_nodes=world.num_nodes)
+        if self._is_over(config.steps):
+            return 0
+        checked = check(config, node=world.node, num_nodes=world.num_nodes)
+        if self._is_over(checked.total_steps):
+            return 0
+        self.built: Built = build(config, checked, self.say, evaluates=self.is_first_node)
         if world.num_nodes > 1:
             self.say(f"{world.num_nodes} nodes with {len(self.built.steps)} drafters each")
         first_step, num_skipped = self._read_resumed(config)
@@ -124,6 +126,14 @@ class Control:
         self.skips = Skips(loader, self.run_dir, most, self.say, so_far=num_skipped, drafters=ranks)
         with hold(self.run_dir) if self.is_first_node else contextlib.nullcontext():
             return self._train(config, trackers, first_step)
+
+    def _is_over(self, total_steps: int | None) -> bool:
+        # Several nodes find it out together, further on.
+        resume = self.resume if self.world.num_nodes == 1 else None
+        if resume is None or not is_over(self.run_dir, resume, self.config, total_steps):
+            return False
+        self.say(f"all {total_steps} steps are done already")
+        return True
 
     def _train(self, config: RunConfig, trackers: list[Tracker], first_step: int) -> int:
         if self.is_first_node:
@@ -175,7 +185,7 @@ class Control:
             first_step=first_step,
             tokens_before=self.built.loader.tokens_before(first_step),
             trackers=trackers,
-            metrics=MetricsFile(self.run_dir / "metrics.jsonl", first_step),
+            metrics=MetricsFile(self.run_dir / METRICS, first_step),
             line_seconds=self.line_seconds,
         )
 
@@ -202,7 +212,7 @@ class Control:
             total_steps=self.built.total_steps,
             at_boundary=self._at_boundary,
             restore=self._after_warm_up,
-            cpu_threads=self._cpu_threads(),
+            cpu_threads=cpu_threads(self.config),
             world=self.world if self.built.loader.config.num_drafters > 1 else None,
             sum_seconds=SUM_SECONDS,
             when_warm=self._when_warm,
@@ -253,14 +263,6 @@ class Control:
     def _when_warm(self) -> None:
         if self.protection is not None:
             self.protection.steady()
-
-    def _cpu_threads(self) -> int | None:
-        """Intra-op threads of each CPU worker: torch's own number (OMP_NUM_THREADS) divided among the busy ones."""
-        runtime = self.config.runtime
-        busy = sum(name.startswith("cpu") for name in (*runtime.targets, *runtime.drafters))
-        if not busy:
-            return None
-        return max(1, torch.get_num_threads() // busy)
 
     def _watch(self, pipeline: Pipeline) -> int:
         for line in pipeline.describe_links():

@@ -14,9 +14,10 @@ import transformers
 
 from blockdraft.commands.build import Built
 from blockdraft.commands.outputs import in_the_way, read_object
+from blockdraft.commands.tracking import METRICS, is_evaluated
 from blockdraft.config import ConfigError, RunConfig, to_json
 from blockdraft.data.locks import try_lock
-from blockdraft.training.checkpoint import Contents, check_space, list_checkpoints
+from blockdraft.training.checkpoint import Contents, check_space, list_checkpoints, read_state
 
 ENVIRONMENT = "environment.json"
 
@@ -84,6 +85,17 @@ def check_writable(run_dir: Path) -> None:
         )
 
 
+def is_over(run_dir: Path, checkpoint: Path, config: RunConfig, total_steps: int | None) -> bool:
+    """Whether nothing is left to do behind a checkpoint; a run may have been killed before its last evaluation.
+
+    `total_steps`: None where they are not known yet.
+    """
+    steps_done = int(read_state(checkpoint)["steps_done"])
+    if steps_done == total_steps and config.eval.prompts:
+        return is_evaluated(run_dir / METRICS, steps_done)
+    return total_steps is not None and steps_done >= total_steps
+
+
 @contextmanager
 def hold(run_dir: Path) -> Iterator[None]:
     """Locks the directory against other runs; the end of the process unlocks it too, and no file is left.
@@ -107,7 +119,7 @@ def claim(run_dir: Path, config: RunConfig, *, is_resumed: bool) -> None:
     """Makes the directory this run's: an earlier run that is not resumed goes, this run's config comes."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not is_resumed:
-        for name in ("metrics.jsonl", ENVIRONMENT):
+        for name in (METRICS, ENVIRONMENT):
             (run_dir / name).unlink(missing_ok=True)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     _write(run_dir / "config.json", to_json(config))

@@ -7,9 +7,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from blockdraft.config import ConfigError
+
+METRICS: Final = "metrics.jsonl"
 
 
 class Tracker(Protocol):
@@ -28,11 +30,8 @@ class MetricsFile:
     """metrics.jsonl: one object a line, flushed as it is written; a resumed run drops the lines it will write again."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        kept: list[dict[str, Any]] = []
-        if path.is_file():
-            lines = (_read(line) for line in path.read_text(encoding="utf-8").splitlines())
-            kept = [line for line in lines if line is not None and line["step"] <= first_step]
-        self.is_evaluated = any(line["step"] == first_step and "eval_seconds" in line for line in kept)
+        kept = [line for line in _read_lines(path) if line["step"] <= first_step]
+        self.is_evaluated = _has_evaluation(kept, first_step)
         """Whether the evaluation after `first_step` is there: a run can end between a save and its evaluation."""
         # Renamed over the old file, so that a crash here loses nothing.
         side = path.with_name(path.name + ".writing")
@@ -68,6 +67,22 @@ class MetricsFile:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def is_evaluated(path: Path, step: int) -> bool:
+    """Whether the evaluation after `step` is in a metrics.jsonl, which is left as it is."""
+    return _has_evaluation(_read_lines(path), step)
+
+
+def _has_evaluation(lines: list[dict[str, Any]], step: int) -> bool:
+    return any(line["step"] == step and "eval_seconds" in line for line in lines)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    lines = (_read(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line is not None]
 
 
 def _read(line: str) -> dict[str, Any] | None:
