@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, GraniteConfig, Qwen3Config
 
 from blockdraft.commands import evaluate, export, import_, regenerate, train
 from blockdraft.commands.checks import check
@@ -65,6 +65,13 @@ expect("Targets", "a weight that is NaN", lambda at: train_on(at, change=broken_
 @wrong("Targets", "weights without a tokenizer")
 def _(at: Place) -> None:
     AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.float32).save_pretrained(at.root / "target")
+    target(at, str(at.root / "target"))
+
+
+@wrong("Targets", "logits that are divided by 0")
+def _(at: Place) -> None:
+    GraniteConfig(**COMMON | {"vocab_size": 300, "logits_scaling": 0.0}).save_pretrained(at.root / "target")
+    tiny_tokenizer(CHATML).save_pretrained(at.root / "target")
     target(at, str(at.root / "target"))
 
 

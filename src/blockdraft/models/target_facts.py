@@ -3,8 +3,9 @@
 N any number of tokens, S tokens of a document, V vocabulary, D width.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,19 @@ from blockdraft.models.drafter import TargetFacts
 from blockdraft.models.ends import Ends
 from blockdraft.models.target_split import find_text_model
 
+LOGIT_FACTORS: Final = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""What families call the number that their logits are multiplied with, or divided by."""
+
 
 @torch.no_grad()
 def find_ends(model: PreTrainedModel, first_layer: nn.Module, final_norm: nn.Module, softcap: float | None) -> Ends:
     """Embedding and head, with the factors that the target's forward puts on them, measured on a few tokens.
 
     Raises:
-        ConfigError: logits recomputed from the last hidden state are not the target's own.
+        ConfigError: logits recomputed from the last hidden state are not the target's own, or turn around or vanish by
+            their factor.
     """
+    check_logit_factor(model.config.get_text_config().to_dict())
     head = model.get_output_embeddings()
     if head is None or head.weight is None:
         raise ConfigError(f"{type(model).__name__} has no output head; expected a causal language model")
@@ -55,6 +61,12 @@ def find_ends(model: PreTrainedModel, first_layer: nn.Module, final_norm: nn.Mod
     bare = ends.logits(seen["last"].to(head.weight.device))
     if softcap is None:
         ends.logit_multiplier = _factor(logits, bare)
+        # Without any product there is none to see; the probe refuses states that are all zero.
+        if bare.any() and not ends.logit_multiplier > 0:
+            raise ConfigError(
+                f"{type(model).__name__}: expected logits that are the head's products times a number above 0, found "
+                f"{ends.logit_multiplier:g}; look for that number in its config.json, or take another target"
+            )
     spread = logits.float().std().clamp(min=1e-6)
     error = (ends.logits(seen["last"].to(head.weight.device)).float() - logits.float()).abs().max() / spread
     tolerance = 1e-3 if table.dtype == torch.float32 else 5e-2
@@ -99,8 +111,28 @@ def read_facts(config: dict[str, Any], ends: Ends, num_layers: int) -> TargetFac
     )
 
 
+def check_logit_factor(config: dict[str, Any]) -> None:
+    """Refuses a factor on the logits that turns their order around, or leaves none.
+
+    Raises:
+        ConfigError: names the field of a text config.
+    """
+    for name in LOGIT_FACTORS:
+        value = config.get(name)
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise ConfigError(
+                f"target.path: {name} in the target's config.json must be a number above 0, since it scales "
+                f"the logits, found {value}; copy the config again from where the model is from"
+            )
+
+
 def config_facts(config: dict[str, Any], vocab_size: int, num_layers: int) -> TargetFacts:
-    """What a text config in either style says alone; factors on the ends are 1."""
+    """What a text config in either style says alone; factors on the ends are 1.
+
+    Raises:
+        ConfigError: it scales the logits by 0, or by less.
+    """
+    check_logit_factor(config)
     heads: int = config["num_attention_heads"]
     return TargetFacts(
         hidden_size=config["hidden_size"],
