@@ -111,9 +111,9 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in VERBS:
         raise ConfigError(_unknown_verb(name))
     if name == "train":
-        return _until_stopped(partial(_train, rest), EARLY_STOP)
+        return _until_stopped(partial(_train, rest), EARLY_STOP, 0)
     if name == "regenerate":
-        return _until_stopped(partial(_regenerate, rest), EARLY_STOP_ANSWERING)
+        return _until_stopped(partial(_regenerate, rest), EARLY_STOP_ANSWERING, EXIT_INTERRUPTED)
     module = importlib.import_module(VERBS[name].module)
     if name in WITH_RECIPE:
         return _perhaps_with_recipe(name, module, rest)
@@ -136,7 +136,7 @@ def _version() -> str:
         return "(run from source, not installed)"
 
 
-def _until_stopped(run: Callable[[Stops], int], early: str) -> int:
+def _until_stopped(run: Callable[[Stops], int], early: str, code: int) -> int:
     """Hears stops from here on: imports alone take seconds. `early` is said where there was nothing to finish."""
     stops = Stops()
     try:
@@ -149,7 +149,7 @@ def _until_stopped(run: Callable[[Stops], int], early: str) -> int:
         if stops.ask is not None or not stops.count:
             raise
     sys.stdout.write(f"{early}\n")
-    return 0
+    return code
 
 
 def _regenerate(arguments: list[str], stops: Stops) -> int:

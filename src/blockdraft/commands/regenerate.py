@@ -13,7 +13,7 @@ again.
 While the command runs, answers are appended to OUTPUT.partial, a chunk of like-long prompts at a time (a server's as
 each comes). A second run with the same settings goes on from there; at the end OUTPUT is written in input order and the
 partial file removed, if every prompt was answered. Ctrl-C and SIGTERM drop what is being answered and end the command
-with 0; a second one with 130.
+with 130, since there is no OUTPUT that a next command could read.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ import tyro
 from blockdraft.commands.answering import answer_all
 from blockdraft.commands.journal import Journal
 from blockdraft.commands.outputs import check_file
-from blockdraft.commands.stops import StopRequested, Stops
+from blockdraft.commands.stops import EXIT_INTERRUPTED, StopRequested, Stops
 from blockdraft.config import ConfigError, TargetConfig
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def run(options: Options, stops: Stops | None = None) -> int:
                 counts = _finish(journal, prompts, failed, options)
         except StopRequested:
             sys.stdout.write(journal.describe_stop(len(prompts)) + "\n")
-            return 0
+            return EXIT_INTERRUPTED
     lines = [f"{options.output}: {counts['written']:,} answers to {len(prompts):,} prompts", *_lines(counts)]
     if failed:
         lines.append(f"the same command asks for the {len(failed):,} prompts without an answer again")

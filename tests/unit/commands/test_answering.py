@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from blockdraft.cli import main
+from blockdraft.commands.stops import EXIT_INTERRUPTED
 from blockdraft.data.conversations import write_conversations
 from tiny_chat import CHATML, chat, save_tokenizer
 
@@ -82,7 +83,7 @@ def test_a_stop_while_a_server_answers(tmp_path: Path, server: Answering, capsys
     flags = ["--server", url, "--server-model", "m", "--concurrency", "2", "--output", str(output)]
     target = save_tokenizer(tmp_path / "target", CHATML)
     command = ["regenerate", str(tmp_path / "chat.jsonl"), "--target", target, *flags]
-    assert main(command) == 0
+    assert main(command) == EXIT_INTERRUPTED
     assert "stopped after 3 of 9 answers" in capsys.readouterr().out
     assert not output.exists()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("request")]

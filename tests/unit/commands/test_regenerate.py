@@ -16,6 +16,7 @@ from blockdraft.cli import main
 from blockdraft.commands import answering
 from blockdraft.commands.journal import Journal
 from blockdraft.commands.regenerate import Options, run
+from blockdraft.commands.stops import EXIT_INTERRUPTED
 from blockdraft.config import ConfigError
 from blockdraft.data.conversations import Conversation, write_conversations
 from blockdraft.decoding.batched import _Batch
@@ -197,7 +198,7 @@ def test_a_stop_keeps_what_is_written_and_the_same_command_goes_on(
     whole = getattr(holder, name)
     with monkeypatch.context() as patched:
         patched.setattr(holder, name, signalling(whole, number, call))
-        assert main(command_of(made)) == 0
+        assert main(command_of(made)) == EXIT_INTERRUPTED
     assert signal.getsignal(number) is before
     said = capsys.readouterr().out
     partial = tmp_path / "out.jsonl.partial"
