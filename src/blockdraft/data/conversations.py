@@ -6,6 +6,9 @@ of a dataset, `NAME` or `NAME:SPLIT` (split train by default).
 
 Turns: system or developer turns first, then a user turn; an assistant turn follows a user or a tool turn; a tool turn
 follows an assistant or a tool turn. Anything else is counted as "wrong roles".
+
+Every turn has text; only an assistant turn with tool calls or reasoning may leave its content out. A row whose last
+user turn is blank asks nothing: it is counted as "blank prompt".
 """
 
 import hashlib
@@ -112,19 +115,19 @@ class Drops:
             lines += [f"      {example}" for example in self.examples[reason]]
         return lines
 
-    def check(self) -> None:
-        """Stops when too many rows were dropped.
+    def check(self, where: str = "", fix: str = "mend them, or raise --max-drop") -> None:
+        """Stops when too many rows were dropped; `where` begins the message, `fix` ends it.
 
         Raises:
             ConfigError: no rows at all, or a larger share than `max_share` was dropped.
         """
         if self.num_rows == 0:
-            raise ConfigError("expected conversations, found no rows in any input")
+            raise ConfigError(f"{where}expected conversations, found no rows in any input")
         share = self.num_dropped / self.num_rows
         if share > self.max_share:
             raise ConfigError(
-                f"expected at most {self.max_share:.1%} of the rows to be dropped, found {self.num_dropped:,} of "
-                f"{self.num_rows:,} ({share:.1%}):\n" + "\n".join(self.lines()) + "\nmend them, or raise --max-drop"
+                f"{where}expected at most {self.max_share:.1%} of the rows to be dropped, found {self.num_dropped:,} "
+                f"of {self.num_rows:,} ({share:.1%}):\n" + "\n".join([*self.lines(), fix])
             )
 
 
@@ -146,6 +149,7 @@ def read_conversations(path_or_name: str, drops: Drops, *, need_answers: bool = 
             conversation = _parse(row)
             if need_answers:
                 _check_answers(conversation.messages)
+            _check_prompt(conversation.messages, need_answers=need_answers)
         except _BadRow as bad:
             drops.add(bad.reason, row.source, str(bad))
             continue
@@ -270,7 +274,7 @@ def _parse(row: _Row) -> Conversation:
         raw = _from_sharegpt(value)
     if not isinstance(raw, list) or not raw:
         raise _BadRow("no messages", "expected `messages` or `conversations` with at least one turn")
-    messages = [_message(item) for item in raw]
+    messages = [_message(item, number) for number, item in enumerate(raw, start=1)]
     _check_roles(messages)
     return Conversation(messages, _tools(value.get("tools")), row.source)
 
@@ -280,30 +284,47 @@ def _from_sharegpt(value: dict[str, Any]) -> list[Message] | None:
     if not isinstance(raw, list):
         return None
     messages = []
-    for item in raw:
+    for number, item in enumerate(raw, start=1):
         if not isinstance(item, dict) or "from" not in item:
-            raise _BadRow("unreadable row", "expected `from` and `value` in each of `conversations`")
+            expected = f"message {number} of `conversations`: expected from and value"
+            raise _BadRow("unreadable row", f"{expected}, found {_spell_fields(item)}")
         role = SHAREGPT_ROLES.get(str(item["from"]))
         if role is None:
             raise _BadRow("wrong roles", f"expected one of {', '.join(SHAREGPT_ROLES)}, found {item['from']!r}")
-        messages.append({"role": role, "content": item.get("value")})
+        if item.get("value") is None:
+            raise _no_content(number, "value", item)
+        messages.append({"role": role, "content": item["value"]})
     system = value.get("system")
     if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def _message(item: Any) -> Message:
+def _message(item: Any, number: int) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        raise _BadRow("unreadable row", "expected `role` and `content` in each of `messages`")
+        raise _BadRow("unreadable row", f"message {number}: expected role and content, found {_spell_fields(item)}")
     message = {name: value for name, value in item.items() if value is not None}
-    message["content"] = _text(item.get("content"))
+    has_more = message.get("tool_calls") or message.get("reasoning_content")
+    if "content" not in message and not (message["role"] == "assistant" and has_more):
+        # A misspelt name of the field would become an empty turn.
+        raise _no_content(number, "content", item)
+    message["content"] = _text(message.get("content", ""))
     return message
 
 
+def _no_content(number: int, name: str, item: dict[str, Any]) -> _BadRow:
+    if name in item:
+        return _BadRow("no content", f"message {number}: expected text in {name}, found null")
+    return _BadRow("no content", f"message {number}: expected {name}, found {_spell_fields(item)}")
+
+
+def _spell_fields(item: Any) -> str:
+    if not isinstance(item, dict):
+        return f"no object but {type(item).__name__}"
+    return f"the fields {', '.join(map(str, item))}" if item else "no fields"
+
+
 def _text(content: Any) -> str:
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -344,3 +365,12 @@ def _check_answers(messages: list[Message]) -> None:
     for number, message in answers:
         if not message["content"].strip() and not message.get("tool_calls"):
             raise _BadRow("empty reply", f"message {number} is an empty reply")
+
+
+def _check_prompt(messages: list[Message], *, need_answers: bool) -> None:
+    """The last user turn says something; where answers are needed, turns behind the last one do not count."""
+    last_role = "assistant" if need_answers else "user"
+    end = max((number for number, m in enumerate(messages, start=1) if m["role"] == last_role), default=0)
+    users = [(number, m) for number, m in enumerate(messages[:end], start=1) if m["role"] == "user"]
+    if users and not users[-1][1]["content"].strip():
+        raise _BadRow("blank prompt", f"message {users[-1][0]}: expected text in the last user turn, found a blank one")

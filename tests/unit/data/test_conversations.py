@@ -77,6 +77,15 @@ BAD = [
     ("empty reply", {"messages": [GOOD[0], {"role": "assistant", "content": " \n"}]}),
     ("empty reply", {"messages": [GOOD[0], {"role": "assistant", "reasoning_content": "r"}]}),
     ("no assistant turn", with_roles("user")),
+    ("no content", {"messages": [{"role": "user", "text": "q"}, GOOD[1]]}),
+    ("no content", {"messages": [{"role": "user", "content": None}, GOOD[1]]}),
+    ("no content", {"messages": [GOOD[0], {"role": "assistant", "tool_calls": []}]}),
+    ("no content", {"messages": [{"role": "user", "reasoning_content": "r"}, GOOD[1]]}),
+    ("no content", {"conversations": [{"from": "human", "text": "q"}, {"from": "gpt", "value": "a"}]}),
+    ("blank prompt", {"messages": [{"role": "user", "content": " \n"}, GOOD[1]]}),
+    ("blank prompt", {"messages": [{"role": "user", "content": []}, GOOD[1]]}),
+    ("blank prompt", {"conversations": [{"from": "human", "value": ""}, {"from": "gpt", "value": "a"}]}),
+    ("blank prompt", {"messages": [*GOOD, {"role": "user", "content": ""}, GOOD[1]]}),
 ]
 
 
@@ -87,6 +96,56 @@ def test_a_bad_row_is_counted_by_reason_with_file_and_line(tmp_path: Path, reaso
     assert len(conversations) == 1
     assert (drops.num_rows, dict(drops.counts)) == (2, {reason: 1})
     assert drops.examples[reason][0].startswith(f"{path}:3: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [{"role": "user", "text": "q"}]}, "message 1: expected content, found the fields role, text"),
+        (
+            {"messages": [GOOD[0], GOOD[1], {"role": "user", "content": None}]},
+            "message 3: expected text in content, found null",
+        ),
+        (
+            {"messages": [{"from": "human", "value": "q"}]},
+            "message 1: expected role and content, found the fields from, value",
+        ),
+        ({"messages": ["q"]}, "message 1: expected role and content, found no object but str"),
+        (
+            {"conversations": [{"from": "human", "text": "q"}]},
+            "message 1: expected value, found the fields from, text",
+        ),
+        (
+            {"conversations": [{"role": "user", "content": "q"}]},
+            "message 1 of `conversations`: expected from and value, found the fields role, content",
+        ),
+        (
+            {"messages": [*GOOD, {"role": "user", "content": "\t"}]},
+            "message 3: expected text in the last user turn, found a blank one",
+        ),
+    ],
+)
+def test_a_turn_without_text_is_said_with_what_was_found(tmp_path: Path, row: Any, said: str):
+    # The same where rows are prompts only: nothing is asked with an empty turn.
+    path = write_lines(tmp_path / "a.jsonl", row)
+    conversations, drops = read(path, need_answers=False)
+    assert conversations == []
+    assert list(drops.examples.values()) == [[f"{path}:1: {said}"]]
+
+
+def test_blank_turns_that_nothing_is_asked_with(tmp_path: Path):
+    blank = {"role": "user", "content": ""}
+    rows = [
+        # A user turn further up was answered as it stands; a system turn and a tool's result may be empty.
+        {"messages": [{"role": "system", "content": ""}, blank, *GOOD[1:], *GOOD]},
+        {"messages": [GOOD[0], {**GOOD[1], "tool_calls": [{}]}, {"role": "tool", "content": ""}, GOOD[1]]},
+        # Behind the last answer: `prepare` leaves it out.
+        {"messages": [*GOOD, blank]},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", *rows)
+    assert len(read(path)[0]) == 3
+    conversations, drops = read(path, need_answers=False)
+    assert (len(conversations), dict(drops.counts)) == (2, {"blank prompt": 1})
 
 
 def test_bytes_that_are_no_text_are_one_bad_row(tmp_path: Path):
