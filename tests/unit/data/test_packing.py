@@ -108,6 +108,17 @@ def test_shapes_are_few_and_largest_first():
     assert len({bucket.length for bucket in found}) <= len(bucket_lengths(4096)) <= 80
 
 
+def test_a_batch_has_the_smallest_eighth_that_holds_its_documents():
+    # Eighths of nine are rounded down, so that one document is not padded to two.
+    for count, batch in enumerate([1, 2, 3, 4, 5, 6, 7, 9, 9], 1):
+        (plan,) = plans([64] * count, num_rows=count, target_tokens=9 * 64)
+        assert shapes_of([plan]) == [(batch, 64)], count
+    # Of a batch below eight every size occurs.
+    for count in (1, 2, 3):
+        (plan,) = plans([64] * count, num_rows=count, target_tokens=3 * 64)
+        assert shapes_of([plan]) == [(count, 64)]
+
+
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(5000, 20000))
 def test_a_bucket_is_the_smallest_that_holds_the_document(longest, length, budget):
     length = min(length, longest)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from blockdraft.models.block_mask import TILE, block_mask
+from blockdraft.models.block_mask import TILE, block_mask, context_ranges
 from blockdraft.models.blocks import visibility
 from blockdraft.models.drafter import DrafterShape
 from integration.tiny import tiny_drafter, tiny_target
@@ -83,6 +83,20 @@ def test_every_tile_is_what_the_predicate_makes_it(shape, size, num_anchors, cau
             assert torch.equal(found[name], table), f"{name}: T {num_tokens}, window {window}, case {case}"
         full = found["full"].repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :num_queries, :num_keys]
         assert bool((seen_RQK | ~full).all())
+
+
+@pytest.mark.parametrize("window", [None, 5, 6, 9, 40])
+def test_a_tokens_range_is_what_the_predicate_lets_it_see(window):
+    size, num_tokens, random = 5, 90, np.random.default_rng(3)
+    document_RT, position_RT, anchor_RA = random_rows(random, 6, num_tokens, 12)
+    first_RQ, stop_RQ = context_ranges(position_RT, anchor_RA, size, window)
+    seen_RQK = visibility(document_RT, position_RT, anchor_RA, size, window=window, causal=False)
+    key_T = torch.arange(num_tokens)
+    found_RQT = (key_T >= first_RQ[..., None]) & (key_T < stop_RQ[..., None])
+    assert torch.equal(found_RQT, seen_RQK[..., :num_tokens])
+    assert bool((first_RQ <= stop_RQ).all())
+    assert (first_RQ < stop_RQ).any()
+    assert first_RQ.dtype == stop_RQ.dtype == torch.int32
 
 
 def test_full_tiles_occur_in_context_and_block(shape):

@@ -12,7 +12,7 @@ import pytest
 
 from blockdraft.data.loader import Fill
 from blockdraft.runtime import slots as module
-from blockdraft.runtime.slots import Filler, Slot
+from blockdraft.runtime.slots import Filler, KeptFeatures, Slot
 
 NUMBERS = itertools.count()
 FILL = Fill(0, -1, (), (0,), ())
@@ -109,6 +109,9 @@ class Buffer:
         self._behind(stream, self.writes + self.reads, "write")
         self.writes.append(stream.work())
 
+    def fill_(self, _value: float) -> None:
+        self.write(self.machine.current_stream(self.device))
+
     def _behind(self, stream: Stream, before: list[int], what: str) -> None:
         if not stream.seen.issuperset(before):
             self.machine.races.append(f"{what} of a buffer of {self.device} on {stream.device}")
@@ -122,14 +125,28 @@ class Buffer:
         self.write(ends[0])
         for one in ends[1:]:
             one.seen |= ends[0].seen
+        if not non_blocking and "cpu" in (source.device.type, self.device.type):
+            # The host has waited for this copy, so whatever it starts from now on is behind it.
+            source.reads.pop()
+            self.writes.clear()
 
 
 class Run:
     """Targets that feed one drafter through a ring of slots; all their threads' calls, far ahead of the devices."""
 
-    def __init__(self, monkeypatch, targets: list[str], depth: int, *, can_reach: bool = True) -> None:
+    def __init__(
+        self,
+        monkeypatch,
+        targets: list[str],
+        depth: int,
+        *,
+        can_reach: bool = True,
+        kept: KeptFeatures | None = None,
+        poison: bool = False,
+    ) -> None:
         self.machine = Machine(can_reach=can_reach)
         monkeypatch.setattr(module, "torch", self.machine)
+        self.kept, self.poison = kept, poison
         here = Device("cuda:9")
         self.slots = [Slot(1, 1, 1, None, here) for _ in range(depth)]  # type: ignore[arg-type]
         self.drafter = Stream(here)
@@ -142,8 +159,8 @@ class Run:
         lane = SimpleNamespace(
             idle_on_device=lambda *_arguments: None, on_copies=lambda *_arguments: contextlib.nullcontext()
         )
-        filler = Filler(target, 1, 1, clock=quiet, lane=lane)  # type: ignore[arg-type]
-        filler._write = lambda buffer, _fill: buffer.write(self.machine.current_stream(device))  # type: ignore
+        filler = Filler(target, 1, 1, self.kept, clock=quiet, lane=lane)  # type: ignore[arg-type]
+        filler._compute = lambda buffer, _fill: buffer.write(self.machine.current_stream(device))  # type: ignore
         return filler
 
     def go(self, rounds: int = 12) -> list[str]:
@@ -152,11 +169,13 @@ class Run:
             slot, index = self.slots[number % len(self.slots)], number % len(self.fillers)
             # Each thread has streams of its own, on the drafter's device as well.
             with self.machine.stream(self.streams[index]):
-                self.fillers[index].fill(slot, FILL)
+                # Where features are kept, every target meets each content, and another one is its first.
+                content = number // len(self.fillers) % (len(self.fillers) + 1)
+                self.fillers[index].fill(slot, FILL._replace(content=content))
             with self.machine.stream(self.drafter):
                 slot.await_filled()
                 slot.buffer.read(self.drafter)  # type: ignore[attr-defined]
-                slot.mark_drained(poison=False)
+                slot.mark_drained(self.poison)
         return self.machine.races
 
 
@@ -173,6 +192,30 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_written_before_it_was_read_nor_read_before_it_is_written(monkeypatch, kind, depth):
     assert Run(monkeypatch, depth=depth, **KINDS[kind]).go() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slot_is_not_filled_before_its_poison_is_in(monkeypatch, kind):
+    run = Run(monkeypatch, depth=2, poison=True, **KINDS[kind])
+    assert run.go() == []
+    poison = [slot.buffer.writes[-1] for slot in run.slots]  # type: ignore[attr-defined]
+    assert all(number in slot.drained.seen for slot, number in zip(run.slots, poison, strict=True))  # type: ignore
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_features_are_whole_before_another_target_reads_them(monkeypatch, kind):
+    kept = KeptFeatures()
+    run = Run(monkeypatch, depth=2, kept=kept, **KINDS[kind])
+    assert run.go(24) == []
+    assert len(kept._kept) == len(run.fillers) + 1
+    assert all(found.reads for found in kept._kept.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["several targets", "several targets, no peer access"])
+def test_if_nobody_waited_for_kept_features_there_would_be_a_race(monkeypatch, kind):
+    copy = Buffer.copy_
+    monkeypatch.setattr(Buffer, "copy_", lambda self, source, non_blocking=False: copy(self, source, True))
+    assert Run(monkeypatch, depth=2, kept=KeptFeatures(), **KINDS[kind]).go(24)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -100,6 +100,21 @@ def test_every_replica_starts_the_same_buckets_whatever_its_backward_makes(one_e
     assert shapes[0] == shapes[1]
 
 
+def test_every_step_starts_all_buckets_anew(one_each):
+    log: list[str] = []
+    stack, found = build(log)
+    steps = []
+    for _ in range(3):
+        log.clear()
+        total = Recorded(log)
+        found.begin(total)
+        stack(torch.ones(2, 4)).backward()
+        found.finish(torch.ones(3))
+        steps.append(list(log))
+        assert [len(bucket) for bucket in total.sums] == [1] * 5
+    assert steps[0] == steps[1] == steps[2]
+
+
 def test_a_step_whose_sum_is_not_begun_is_a_bug():
     _, found = build([])
     with pytest.raises(AssertionError, match="not begun"):

@@ -238,6 +238,35 @@ def test_labels_may_be_the_targets_own_choice(objective):
     assert found._replace(loss=0.0) == expected._replace(loss=0.0)
 
 
+@pytest.mark.parametrize(("objective", "labels"), [("kl", "data"), ("kl", "argmax"), ("ce", "data"), ("ce", "argmax")])
+def test_what_counts_as_right_is_the_chosen_label(objective, labels):
+    # The drafter's choice, the target's and the data's differ in turn, so that no count is that of another label.
+    target, fill = tiny_target("qwen3", initializer_range=0.1), first_fill()
+    (one,), slot = fill.passes, filled(target, fill, 2)
+    step = step_for(target, LossConfig(objective=objective, labels=labels, chunk_rows=5))
+    width = step.drafter.fc.in_features
+    with torch.no_grad():
+        blocks, choice_RAS = to_device(one, CPU), target_logits(target, one).argmax(-1)
+        hidden_RALD = drafter_hidden(step.drafter, step.ends, slot.features_RTC[..., :width], blocks, sdpa_attend)
+        drafted_RAS = target.ends.logits(hidden_RALD[:, :, 1:]).argmax(-1)
+    is_met_RAS = torch.rand(drafted_RAS.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    one = one._replace(label_RAS=torch.where(is_met_RAS & one.supervised_RAS, drafted_RAS, one.label_RAS))
+    wanted_RAS = one.label_RAS if labels == "data" else choice_RAS
+    gradients_of(step, slot, one)
+    found = report(step.finish(0))
+    hits_RAS = (drafted_RAS == wanted_RAS) & one.supervised_RAS
+    counts_S, slots_S = hits_RAS.sum((0, 1)), one.supervised_RAS.sum((0, 1))
+    assert found.accuracy_per_slot == pytest.approx((counts_S / slots_S).tolist())
+    runs = []
+    for hits, seen in zip(hits_RAS.flatten(0, 1).tolist(), one.supervised_RAS.flatten(0, 1).tolist(), strict=True):
+        scored = [hit for hit, is_seen in zip(hits, seen, strict=True) if is_seen]
+        if seen[0]:
+            runs.append([*scored, False].index(False))
+    assert found.acceptance_length == pytest.approx(1 + sum(runs) / len(runs))
+    # Almost nothing that a random drafter says is right but where the data were made to say it.
+    assert (found.accuracy > 0.5) is (labels == "data")
+
+
 def test_dpace_of_a_step_equals_the_formula():
     target, fill = tiny_target("qwen3"), first_fill(weight_L=ONES)
     (one,), slot = fill.passes, filled(target, fill, 2, with_final=False)
