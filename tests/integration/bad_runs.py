@@ -217,6 +217,11 @@ expect(HELD, "a file without prompts", lambda at: held_out(at, prompts(at)))
 expect(HELD, "conversations that begin with an answer", lambda at: held_out(at, prompts(at, chat(ANSWER))))
 expect(
     HELD,
+    "one row of two without text",
+    lambda at: held_out(at, prompts(at, chat(ASK), {"messages": [{"role": "user", "text": "Hello"}]})),
+)
+expect(
+    HELD,
     "sampling by replay",
     lambda at: evaluate.run(
         evaluate.Options(

@@ -3,10 +3,11 @@
 Each message says which flag, file or row, what was expected, what was found, and what mends it.
 """
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,11 +35,19 @@ if TYPE_CHECKING:
     from blockdraft.data.store import Store
 
 
+MOST_DROPPED: Final = 0.05
+"""Share of an evaluation set's rows; the same as `prepare` takes unless told otherwise."""
+
+
 class HeldOut(NamedTuple):
     """An evaluation set, as token ids."""
 
     name: str
     prompts: list[list[int]]
+    num_rows: int
+    """Rows read for them."""
+    drop_lines: list[str]
+    """Those that are no prompts, by reason."""
 
 
 class Checked(NamedTuple):
@@ -98,6 +107,7 @@ def check(config: RunConfig, *, node: int = 0, num_nodes: int = 1) -> Checked:
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
     check_prepared_for(config, store, tokenizer)
     found = outline(config.target)
+    check_lengths(config, store)
     seen = check_ids(config, store, found.facts.vocab_size)
     mask = config.drafter.mask_token_id
     if mask is None:
@@ -187,6 +197,29 @@ def check_prepared_for(config: RunConfig, store: "Store", tokenizer: PreTrainedT
             raise ConfigError(
                 f"{config.data.train}: prepared with another {what} ({found}) than the target's ({expected}); {fix}"
             )
+
+
+def check_lengths(config: RunConfig, store: "Store") -> None:
+    """Every document fits in a row.
+
+    Raises:
+        ConfigError: one does not; with the command that cuts it, from the same answers.
+    """
+    row_length, longest = config.data.row_length, int(store.lengths.max(initial=0))
+    if longest <= row_length:
+        return
+    made = store.manifest["settings"]
+    sources = [shlex.quote(source) for source in made.get("conversations", [])] or ["CONVERSATIONS"]
+    target = shlex.quote(made.get("target", config.target.path))
+    command = ["blockdraft prepare", *sources, "--target", target, "--output", shlex.quote(str(store.path))]
+    command += ["--max-length", str(row_length)]
+    command += [] if made.get("reasoning", True) else ["--no-reasoning"]
+    command += ["--trust-remote-code"] if made.get("trust_remote_code", False) else []
+    raise ConfigError(
+        f"{config.data.train}: data.row_length must be at least the longest document ({longest} tokens), got "
+        f"{row_length}; {int((store.lengths > row_length).sum()):,} of {len(store):,} documents are longer. Cut them: "
+        f"`{' '.join(command)}`, which reads the same answers again; or raise data.row_length"
+    )
 
 
 def check_ids(config: RunConfig, store: "Store", vocab_size: int) -> set[int]:
@@ -295,22 +328,23 @@ def read_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, facts: 
     """The first prompts of every evaluation set, rendered.
 
     Raises:
-        ConfigError: a set cannot be read, has no prompt, or has one that leaves no room for an answer.
+        ConfigError: a set cannot be read, has no prompt, has one that leaves no room for an answer, or more rows than
+            `MOST_DROPPED` that are no prompts: the acceptance would be that of a few.
     """
     if not config.eval.prompts:
         return
     template = ChatTemplate(tokenizer)
     for name, source in zip(set_names(config.eval.prompts), config.eval.prompts, strict=True):
-        drops = Drops()
+        drops = Drops(MOST_DROPPED)
         prompts: list[list[int]] = []
         for conversation in read_prompts(source, drops):
-            if len(prompts) == config.eval.num_prompts:
-                break
             try:
                 prompts.append(template.prompt_ids(conversation))
             except RowRefused as error:
                 drops.add("refused by the template", conversation.source, str(error))
-        drops.check()
+            if len(prompts) == config.eval.num_prompts:
+                break
+        drops.check(f"eval.prompts {source}: ", "mend them, or take them out of the file")
         longest = max((len(prompt) for prompt in prompts), default=0) + config.eval.max_new_tokens
         limit = facts.max_position_embeddings
         if not prompts or longest > limit:
@@ -319,11 +353,11 @@ def read_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, facts: 
                 f"eval.prompts {source}: expected prompts that leave room for eval.max_new_tokens in the target's "
                 f"{limit} positions, found {found}"
             )
-        yield HeldOut(name, prompts)
+        yield HeldOut(name, prompts, drops.num_rows, drops.lines())
 
 
 def say_data(checked: Checked, say: Callable[[str], None]) -> None:
-    """Documents, skipped documents and padding, in a line."""
+    """Documents, skipped documents and padding, in a line; and what was read to evaluate on."""
     counts = checked.loader.counts
     padding = counts.padding.padding / max(1, counts.padding.tokens)
     say(
@@ -335,3 +369,7 @@ def say_data(checked: Checked, say: Callable[[str], None]) -> None:
         say(f"rows of the head: {budget:,} of a micro-batch's {slots:,} slots, no micro-batch has more supervised ones")
     if checked.draft_ids is not None:
         say(f"draft vocabulary: {len(checked.draft_ids):,} ids")
+    for one in checked.held_out:
+        say(f"held-out {one.name}: {len(one.prompts):,} of {one.num_rows:,} rows used")
+        for line in one.drop_lines:
+            say(line)
