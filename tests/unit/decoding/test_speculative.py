@@ -1,6 +1,7 @@
 """L block size, K draft tokens, V vocabulary, T context tokens, C captured layers."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from blockdraft.decoding.acceptance import Round
 from blockdraft.decoding.sampling import Sampling, Verdict, verify_greedy, verify_sampled
 from blockdraft.decoding.speculative import (
     _commit,
+    _verify,
     find_divergence,
     first_divergence,
     generate,
@@ -165,6 +167,35 @@ def test_rejection_sampling_keeps_the_distribution_whatever_was_drafted():
         assert chi_square(counts, expected, 3000) < 4, (q, counts)
 
 
+def test_every_token_of_a_block_has_its_own_positions_distribution():
+    # Whether a position is reached depends on the draws before it only, so what is committed there follows its own p.
+    generator, num_samples = torch.Generator().manual_seed(0), 4000
+    p_NV = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.3, 0.1, 0.6], [0.2, 0.5, 0.3]])
+    q_KV = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.3, 0.1], [0.1, 0.5, 0.4]])
+    counts_N: list[Counter] = [Counter() for _ in p_NV]
+    for _ in range(num_samples):
+        draft_K = torch.multinomial(q_KV, 1, generator=generator)[:, 0]
+        verdict, drafted = verify_sampled(draft_K, q_KV, p_NV, generator)
+        for counts, token in zip(counts_N, [*drafted[: verdict.accepted], verdict.next_token], strict=False):
+            counts[token] += 1
+    assert counts_N[0].total() == num_samples > counts_N[1].total() > counts_N[3].total() > num_samples / 10
+    for counts, p_V in zip(counts_N, p_NV.tolist(), strict=True):
+        assert chi_square(counts, dict(enumerate(p_V)), counts.total()) < 4, (counts, p_V)
+
+
+def test_drafts_are_drawn_from_the_distribution_that_they_are_judged_by():
+    # Only one token is left of either distribution, though the logits hardly differ.
+    draft_KV = torch.tensor([[0.0, 0.1, 0.0], [0.1, 0.0, 0.0]])
+    target_BSV = torch.tensor([[[0.0, 0.1, 0.0], [0.0, 0.0, 0.1], [0.1, 0.0, 0.0]]])
+    output = SimpleNamespace(logits_BSV=target_BSV, features_BSC=None)
+    state = SimpleNamespace(extend=lambda _block_1S: output)
+    for sampling in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1e-3)):
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            verdict, drafted, _ = _verify(state, 0, draft_KV, 9, sampling, generator)  # type: ignore[arg-type]
+            assert (verdict, drafted) == (Verdict(1, 2), [1, 0])
+
+
 def test_the_chi_square_sees_a_wrong_rule():
     # Drawing a refused token from p instead of max(p - q, 0) favours what was drafted.
     generator = torch.Generator().manual_seed(0)
@@ -206,10 +237,21 @@ def test_sampled_decoding_has_the_targets_distribution():
     assert chi_square(counts, expected, 400) < 2.5
 
 
+def test_a_temperature_sharpens_or_flattens():
+    logits_1V = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    for temperature, power in ((0.5, 2.0), (2.0, 0.5), (1.0, 1.0)):
+        expected_1V = torch.tensor([[0.4, 0.3, 0.2, 0.1]]) ** power
+        found_1V = Sampling(temperature=temperature).probabilities(logits_1V)
+        torch.testing.assert_close(found_1V, expected_1V / expected_1V.sum())
+
+
 def test_top_k_and_top_p_keep_the_most_likely():
     logits_1V = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     kept = Sampling(temperature=1.0, top_k=2).probabilities(logits_1V)
     torch.testing.assert_close(kept, torch.tensor([[4 / 7, 3 / 7, 0.0, 0.0]]))
+    # top_p is a share of what top_k has left: 4/9 alone is enough of it.
+    kept = Sampling(temperature=1.0, top_k=3, top_p=0.42).probabilities(logits_1V)
+    torch.testing.assert_close(kept, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
     kept = Sampling(temperature=1.0, top_p=0.6).probabilities(logits_1V)
     torch.testing.assert_close(kept, torch.tensor([[4 / 7, 3 / 7, 0.0, 0.0]]))
     kept = Sampling(temperature=1.0, top_p=0.1).probabilities(logits_1V)

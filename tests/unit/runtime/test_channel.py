@@ -216,6 +216,64 @@ def test_stop_wins_over_work_that_is_there():
         channel.next_work(0)
 
 
+def test_drafters_that_meet_go_on_together_turn_after_turn():
+    channel, turns, log = Channel(num_targets=1, num_drafters=3, depth=1, pairs=False), 20, list[int]()
+
+    def drafter() -> None:
+        for turn in range(turns):
+            log.append(turn)
+            channel.meet()
+
+    join([start(drafter) for _ in range(3)])
+    assert log == [turn for turn in range(turns) for _ in range(3)]
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_stop_ends_a_meeting_and_every_check(when):
+    channel, ended = Channel(num_targets=1, num_drafters=2, depth=1, pairs=False), list[type]()
+
+    def meet() -> None:
+        try:
+            channel.meet()
+        except Stopped:
+            ended.append(Stopped)
+
+    channel.check()
+    if when == "before":
+        channel.stop()
+    thread = start(meet)
+    time.sleep(0.05)
+    channel.stop()
+    join([thread])
+    assert ended == [Stopped]
+    with pytest.raises(Stopped):
+        channel.check()
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_nodes_fills_go_to_its_own_drafters(pairs):
+    # The second of two nodes, behind one with a single drafter.
+    channel = Channel(num_targets=2, num_drafters=2, depth=2, pairs=pairs, first_drafter=1, all_drafters=3)
+    channel.feed(map(fill, (1, 2, 4, 5)))
+    works = [channel.next_work(target) for target in (0, 1, 0, 1)]
+    assert [(work.fill.number, work.drafter, work.slot) for work in works if work is not None] == [
+        (1, 0, 0), (2, 1, 0), (4, 0, 1), (5, 1, 1),
+    ]  # fmt: skip
+
+
+def test_the_mean_depth_counts_the_slot_that_is_taken():
+    channel = Channel(num_targets=1, num_drafters=1, depth=3, pairs=False)
+    channel.feed(map(fill, range(3)))
+    for _ in range(3):
+        work = channel.next_work(0)
+        assert work is not None
+        channel.publish(work)
+    assert (channel.filled(), channel.mean_depth()) == ((3,), 0.0)
+    for number, mean in enumerate((3.0, 2.5, 2.0)):
+        channel.take(0, number)
+        assert channel.mean_depth() == mean
+
+
 def test_every_move_is_a_pulse():
     channel = Channel(num_targets=1, num_drafters=1, depth=1, pairs=False)
     seen = [channel.moves]

@@ -175,6 +175,20 @@ def test_norms_have_a_learning_rate_of_their_own(norm_lr, expected):
 
 
 @pytest.mark.parametrize("optimizer_name", ["adamw", "adamw_bf16", "muon"])
+def test_weights_decay_at_their_own_learning_rate(optimizer_name):
+    net = module()
+    torch.nn.init.normal_(net[1].weight)
+    changes = {"optimizer": optimizer_name, "weight_decay": 0.5, "lr": 0.1, "norm_lr": 0.2}
+    optimizer = MasterOptimizer(net, dataclasses.replace(CONFIG, **changes))
+    start = [weight.detach().clone() for weight in net.parameters()]
+    # Gradients of zero move nothing, so decay is all there is.
+    push(net, [torch.zeros_like(weight) for weight in net.parameters()])
+    optimizer.step(0.5)
+    for weight, before, rate in zip(net.parameters(), start, (0.05, 0.1, 0.05), strict=True):
+        torch.testing.assert_close(weight.detach(), before * (1 - rate * 0.5))
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "adamw_bf16", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_round_trip_goes_on_bit_for_bit(optimizer_name, dtype):
     config = dataclasses.replace(CONFIG, optimizer=optimizer_name, weight_decay=0.01)
@@ -216,6 +230,14 @@ def test_another_drafters_state_is_refused():
         optimizer.load_state_tensors(lacking)
 
 
+@pytest.mark.parametrize(("wrote", "reads"), [("muon", "adamw"), ("adamw", "muon"), ("adamw_bf16", "muon")])
+def test_another_optimizers_moments_are_refused(wrote, reads):
+    saved = snapshot(MasterOptimizer(module(), dataclasses.replace(CONFIG, optimizer=wrote)))
+    other = MasterOptimizer(module(), dataclasses.replace(CONFIG, optimizer=reads))
+    with pytest.raises(ConfigError, match=rf"moments are not those of optim\.optimizer {reads}: matrices\."):
+        other.load_state_tensors(saved)
+
+
 def test_a_rehearsal_leaves_no_trace():
     net, fresh = module(), module()
     rehearsed, plain = MasterOptimizer(net, CONFIG), MasterOptimizer(fresh, CONFIG)
@@ -253,8 +275,12 @@ def test_wsd_holds_and_then_falls_over_the_last_part():
     found = scales(schedule="wsd", warmup=0.1, decay=0.5, final_lr=0.05)
     assert found[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert found[10:50] == [1.0] * 40
+    assert found[59] == pytest.approx(1 - 0.95 * 0.2)
     assert found[74] == pytest.approx(1 - 0.95 * 0.5)
     assert found[-1] == pytest.approx(0.05)
+    # A decay that would begin before the warm-up ends begins behind it, from the peak.
+    found = scales(schedule="wsd", warmup=0.6, decay=0.8, final_lr=0.0)
+    assert found[59:] == pytest.approx([1 - i / 40 for i in range(41)])
 
 
 def test_a_run_of_one_step_trains():

@@ -38,6 +38,12 @@ def test_rounds_have_every_weight_once_and_about_as_much_of_each_drafter(count):
         assert max(parts) <= sum(parts) / ROUNDS + max(LARGE)
 
 
+def test_a_weight_is_in_the_round_that_its_middle_lies_in():
+    assert rounds_of([1, 3, 3, 1], [0] * 4) == [[0], [1], [2], [3]]
+    # Of two drafters each one's own bytes count.
+    assert rounds_of([1, 10, 3, 30, 3, 30, 1, 10], [0, 1] * 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_more_drafters_than_weights():
     assert sorted(share_out([5, 3], 4)) == [0, 1]
     assert rounds_of([5, 3], [0, 1]) == [[0, 1]]
