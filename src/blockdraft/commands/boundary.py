@@ -12,6 +12,7 @@ from blockdraft.decoding.replay import replay
 from blockdraft.runtime.reports import Evaluated, SetAcceptance
 from blockdraft.runtime.saver import Saver
 from blockdraft.runtime.spans import Lane
+from blockdraft.training.best import Yardstick
 from blockdraft.training.checkpoint import Contents, contents_of
 
 
@@ -37,6 +38,8 @@ class Boundary:
         self.config, self.built, self.saver = config, built, saver
         self.first_step, self.is_evaluated = first_step, is_evaluated
         self.tell, self.tick, self.lane = tell, tick, lane
+        prompts = {name: [one.token_ids[: one.prompt_length] for one in tapes] for name, tapes in built.tapes.items()}
+        self.measured_on = Yardstick.of(prompts, config.eval.max_new_tokens)
 
     def pass_over(self, steps_done: int, *, ends_here: bool) -> None:
         """After `steps_done` steps, with everything the last one changed in place."""
@@ -52,7 +55,7 @@ class Boundary:
                 found = evaluate(self.built, steps_done, self.tick)
             self.tell(found)
             lengths = [one.acceptance_length for one in found.sets.values()]
-            self.saver.evaluated(steps_done, sum(lengths) / len(lengths))
+            self.saver.evaluated(steps_done, sum(lengths) / len(lengths), self.measured_on)
 
     def is_evaluation_due(self, steps_done: int) -> bool:
         """Not where a run only stops: it goes on as if it never had."""

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from blockdraft.config import ConfigError
 from blockdraft.runtime.spans import Lane
-from blockdraft.training.checkpoint import BEST, Best, Contents, free_bytes, record_best, write_checkpoint
+from blockdraft.training.best import BEST, Best, Yardstick, read_best
+from blockdraft.training.checkpoint import Contents, free_bytes, record_best, write_checkpoint
 
 BLOCK_BYTES = 2**30
 """torch rounds page-locked memory up to powers of two; so it is taken in blocks of one."""
@@ -185,9 +186,9 @@ class Saver:
         self._must_wait.update(self._snapshot.sides)
         self._jobs.put(lambda: self._write(copy))
 
-    def evaluated(self, steps_done: int, acceptance_length: float) -> None:
+    def evaluated(self, steps_done: int, acceptance_length: float, measured_on: Yardstick) -> None:
         """Offers a step's checkpoint, if there is one, as the best; behind all saves asked for before."""
-        candidate = Best(steps_done, acceptance_length)
+        candidate = Best(steps_done, acceptance_length, measured_on)
         self._jobs.put(lambda: self._record(candidate))
 
     # In each drafter's thread
@@ -262,6 +263,7 @@ class Saver:
             raise Abandoned
 
     def _record(self, candidate: Best) -> None:
+        former = read_best(self.root)
         try:
             is_best = record_best(self.root, candidate, self.keep_last)
         except OSError as error:
@@ -269,6 +271,8 @@ class Saver:
                 raise
             raise ConfigError(_spell_full(self.root, BEST, SMALL_BYTES, error)) from error
         if is_best:
+            if former is not None and not former.is_comparable(candidate):
+                self.say(former.spell_change(candidate))
             self.say(
                 f"best checkpoint so far: step {candidate.steps_done}, acceptance length "
                 f"{candidate.acceptance_length:.2f}"

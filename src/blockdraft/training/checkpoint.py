@@ -2,7 +2,7 @@
 
 step_XXXXXXXX/ holds drafter.safetensors (weights as computed with), optimizer.safetensors (masters, moments),
 config.json (the resolved run) and state.json: steps done, place in the data, versions, and a checksum of every file.
-best.json beside them names the one with the best held-out acceptance, which is kept besides the newest ones.
+best.json (best.py) beside them names the one with the best held-out acceptance, kept besides the newest ones.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from blockdraft.config import ConfigError, RunConfig, to_json
 from blockdraft.models.drafter import Drafter, DrafterShape
+from blockdraft.training.best import BEST, Best, read_best
 from blockdraft.training.optim import MasterOptimizer, merged_state
 from blockdraft.training.tensor_file import no_tick, sum_file, write_tensors, write_text
 
 FORMAT = 2
 STATE, CONFIG = "state.json", "config.json"
 DRAFTER, OPTIMIZER = "drafter.safetensors", "optimizer.safetensors"
-BEST = "best.json"
 SPARE_BYTES = 2**20
 """Room for the small files of a checkpoint."""
 
@@ -57,14 +57,6 @@ class Contents(NamedTuple):
         """What its files need."""
         tensors = (*self.weights.values(), *self.moments.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SPARE_BYTES
-
-
-class Best(NamedTuple):
-    """The checkpoint with the best held-out acceptance so far."""
-
-    steps_done: int
-    acceptance_length: float
-    """Mean over the evaluation sets."""
 
 
 def checkpoint_name(steps_done: int) -> str:
@@ -239,27 +231,18 @@ def _remove_old(root: Path, keep_last: int, newest: int | None = None) -> None:
             shutil.rmtree(other)
 
 
-def read_best(root: Path) -> Best | None:
-    """What best.json says; None without one, or where its checkpoint is gone."""
-    path = root / BEST
-    if not path.is_file():
-        return None
-    values = json.loads(path.read_text(encoding="utf-8"))
-    best = Best(int(values["steps_done"]), float(values["acceptance_length"]))
-    return best if (root / checkpoint_name(best.steps_done)).is_dir() else None
-
-
 def record_best(root: Path, candidate: Best, keep_last: int) -> bool:
-    """Makes a checkpoint the best if it is there and better; the former best goes unless it is among the newest."""
+    """Makes a checkpoint the best if it is there and better, or the first that was measured on something else.
+
+    The former best goes unless it is among the newest.
+    """
     best = read_best(root)
     if not (root / checkpoint_name(candidate.steps_done)).is_dir():
         return False
-    # Written so that an acceptance that is not a number never wins.
-    if not candidate.acceptance_length > (best.acceptance_length if best is not None else 0.0):
+    if not (best.is_beaten_by(candidate) if best is not None else candidate.acceptance_length > 0.0):
         return False
-    values = candidate._asdict() | {"checkpoint": checkpoint_name(candidate.steps_done)}
     side = root / f".{BEST}.partial"
-    write_text(side, json.dumps(values, indent=2) + "\n")
+    write_text(side, candidate.to_json(checkpoint_name(candidate.steps_done)))
     side.rename(root / BEST)
     sync_directory(root)
     _remove_old(root, keep_last)

@@ -16,9 +16,12 @@ from blockdraft.runtime import saver as module
 from blockdraft.runtime.saver import Saver, Snapshot
 from blockdraft.runtime.spans import Lane
 from blockdraft.training import checkpoint
-from blockdraft.training.checkpoint import Best, contents_of, list_checkpoints, read_best, verify
+from blockdraft.training.best import Best, Yardstick, read_best
+from blockdraft.training.checkpoint import contents_of, list_checkpoints, verify
 from blockdraft.training.optim import MasterOptimizer
 from integration.tiny import tiny_drafter, tiny_target
+
+EASY = Yardstick.of({"easy": [[1, 2], [3]]}, 16)
 
 
 class Bench:
@@ -186,7 +189,7 @@ def test_a_best_that_the_disk_does_not_take_is_said_alike(tmp_path, monkeypatch,
 
     monkeypatch.setattr(module, "record_best", broken)
     bench.saver.save(1)
-    bench.saver.evaluated(1, 2.0)
+    bench.saver.evaluated(1, 2.0, EASY)
     bench.finish()
     (message,) = bench.errors
     said = f"saving failed: {tmp_path}: best.json could not be written: No space left on device; "
@@ -225,16 +228,37 @@ def test_no_checkpoint_is_ahead_of_its_metrics(tmp_path):
 def test_the_best_is_recorded_behind_the_saves_before_it(tmp_path, gate):
     bench = Bench(tmp_path, keep_last=1)
     bench.saver.save(1)
-    bench.saver.evaluated(1, 2.0)
+    bench.saver.evaluated(1, 2.0, EASY)
     gate.set()
     bench.saver.save(2)
-    bench.saver.evaluated(2, 1.5)
+    bench.saver.evaluated(2, 1.5, EASY)
     bench.saver.save(3)
     bench.finish()
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "3"]
-    assert read_best(tmp_path) == Best(1, 2.0)
+    assert read_best(tmp_path) == Best(1, 2.0, EASY)
     assert [line for line in bench.lines if "best" in line] == [
         "best checkpoint so far: step 1, acceptance length 2.00"
+    ]
+
+
+def test_a_best_measured_on_something_else_is_said_in_a_line(tmp_path):
+    bench = Bench(tmp_path)
+    for step, length, sets in (
+        (1, 3.0, {"easy": [[1]]}),
+        (2, 2.0, {"hard": [[1], [2]]}),
+        (3, 1.5, {"hard": [[3], [4]]}),
+    ):
+        bench.saver.save(step)
+        bench.saver.evaluated(step, length, Yardstick.of(sets, 16))
+    bench.finish()
+    assert bench.lines == [
+        "best checkpoint so far: step 1, acceptance length 3.00",
+        "the best checkpoint is chosen anew: step 1, acceptance length 3.00, was measured on easy (prompts: 1, new "
+        "tokens: 16), now it is hard (prompts: 2, new tokens: 16)",
+        "best checkpoint so far: step 2, acceptance length 2.00",
+        "the best checkpoint is chosen anew: step 2, acceptance length 2.00, was measured on hard (prompts: 2, new "
+        "tokens: 16), now it is other prompts of these names",
+        "best checkpoint so far: step 3, acceptance length 1.50",
     ]
 
 

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from blockdraft.config import ConfigError, OptimConfig, RunConfig
+from blockdraft.training.best import Best, Yardstick, read_best
 from blockdraft.training.checkpoint import (
-    Best,
     Damaged,
     check_shape,
     contents_of,
     list_checkpoints,
     load_drafter,
     newest_checkpoint,
-    read_best,
     record_best,
     resume_into,
     verify,
@@ -173,26 +172,72 @@ def test_a_drafter_is_not_read_from_damaged_masters(tmp_path):
         load_drafter(file.parent)
 
 
+EASY = Yardstick.of({"easy": [[1, 2], [3]]}, 16)
+
+
 def test_the_best_one_is_kept_besides_the_newest(tmp_path):
     drafter, optimizer = trained()
     names: list[list[str]] = []
     for step, acceptance in ((1, 2.0), (2, 3.0), (3, 2.5), (4, float("nan")), (5, 2.9)):
         save_checkpoint(tmp_path, step, drafter, optimizer, RunConfig(), 2)
-        assert record_best(tmp_path, Best(step, acceptance), 2) == (step in (1, 2))
+        assert record_best(tmp_path, Best(step, acceptance, EASY), 2) == (step in (1, 2))
         names.append([path.name[-1] for path in list_checkpoints(tmp_path)])
     assert names == [["1"], ["1", "2"], ["2", "3"], ["2", "3", "4"], ["2", "4", "5"]]
-    assert read_best(tmp_path) == Best(2, 3.0)
+    assert read_best(tmp_path) == Best(2, 3.0, EASY)
     assert json.loads((tmp_path / "best.json").read_text())["checkpoint"] == "step_00000002"
     # A better one takes its place, and the former best goes.
     save_checkpoint(tmp_path, 6, drafter, optimizer, RunConfig(), 2)
-    assert record_best(tmp_path, Best(6, 3.5), 2)
+    assert record_best(tmp_path, Best(6, 3.5, EASY), 2)
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["5", "6"]
     # One that was never saved cannot be it.
-    assert not record_best(tmp_path, Best(7, 9.0), 2)
+    assert not record_best(tmp_path, Best(7, 9.0, EASY), 2)
     # Resumed from an earlier step: the best is of the run that was left behind.
     save_checkpoint(tmp_path, 3, drafter, optimizer, RunConfig(), 2)
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3"]
     assert read_best(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Yardstick.of({"hard": [[1, 2], [3]]}, 16),
+        Yardstick.of({"easy": [[1, 2], [4]]}, 16),
+        Yardstick.of({"easy": [[1, 2], [3]], "hard": [[1]]}, 16),
+        Yardstick.of({"easy": [[1, 2], [3]]}, 32),
+    ],
+    ids=["another name", "another prompt", "one more set", "longer answers"],
+)
+def test_acceptance_on_something_else_begins_a_new_best(tmp_path, other):
+    drafter, optimizer = trained()
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, drafter, optimizer, RunConfig(), 9)
+    assert record_best(tmp_path, Best(1, 3.0, EASY), 9)
+    assert not record_best(tmp_path, Best(2, float("nan"), other), 9)
+    assert record_best(tmp_path, Best(3, 2.0, other), 9)
+    assert read_best(tmp_path) == Best(3, 2.0, other)
+    # From here on it is compared with its like.
+    assert not record_best(tmp_path, Best(4, 1.9, other), 9)
+
+
+def test_a_best_of_an_earlier_version_is_read_and_compared_with_nothing(tmp_path):
+    drafter, optimizer = trained()
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, drafter, optimizer, RunConfig(), 9)
+    old = {"steps_done": 1, "acceptance_length": 3.0, "checkpoint": "step_00000001"}
+    (tmp_path / "best.json").write_text(json.dumps(old))
+    found = read_best(tmp_path)
+    assert found == Best(1, 3.0, None)
+    now = Best(2, 2.0, EASY)
+    assert record_best(tmp_path, now, 9)
+    assert read_best(tmp_path) == now
+    assert found.spell_change(now) == (
+        "the best checkpoint is chosen anew: step 1, acceptance length 3.00, was measured on what an earlier version "
+        "did not note, now it is easy (prompts: 2, new tokens: 16)"
+    )
+
+
+def test_the_order_of_sets_does_not_count():
+    assert Yardstick.of({"a": [[1]], "b": [[2]]}, 8) == Yardstick.of({"b": [[2]], "a": [[1]]}, 8)
 
 
 def test_a_save_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
