@@ -147,6 +147,11 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], thin
     if not tokenizer.chat_template:
         if not isinstance(prompt, str):
             raise ConfigError(f"{tokenizer.name_or_path}: messages need a chat template, found none; give plain text")
+        if thinking is not None:
+            raise ConfigError(
+                f"{tokenizer.name_or_path}: a mode of thinking is asked of a chat template, found none; leave thinking "
+                "out"
+            )
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     conversation = Conversation(messages=messages, tools=None, source="prompt")

@@ -22,8 +22,9 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from blockdraft.commands.outputs import silence_stdout
 from blockdraft.commands.stops import EARLY_STOP, EARLY_STOP_ANSWERING, EXIT_INTERRUPTED, StopRequested, Stops
+from blockdraft.commands.unused import unused_fields
 from blockdraft.config import ConfigError, RunConfig
-from blockdraft.recipes import list_recipes, load_recipe
+from blockdraft.recipes import RECIPES, list_recipes, load_recipe
 
 
 class Verb(NamedTuple):
@@ -171,6 +172,9 @@ def _train(arguments: list[str], stops: Stops) -> int:
     parsed = _parse(_train_arguments(module, config), f"blockdraft train {recipe}", rest, module.__doc__)
     if parsed.config.run_dir == config.run_dir:
         _note_a_copy(Path(recipe), Path(config.run_dir))
+    # A recipe that comes with the package has values for what its user may add, such as prompts.
+    for line in unused_fields(parsed.config, config if recipe in RECIPES else RunConfig()):
+        sys.stderr.write(f"note: {line}\n")
     return int(module.run(parsed.config, parsed.options, stops))
 
 

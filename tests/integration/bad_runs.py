@@ -95,6 +95,8 @@ expect("Drafters", "blocks of one token", lambda at: drafter(at, block_size=1))
 expect("Drafters", "a window below a block", lambda at: drafter(at, window=2, window_layers=(0,)))
 expect("Drafters", "a window without layers", lambda at: drafter(at, window=16))
 expect("Drafters", "a window for a layer that is not there", lambda at: drafter(at, window=16, window_layers=(3,)))
+expect("Drafters", "windowed layers in no order", lambda at: drafter(at, num_layers=2, window=16, window_layers=(1, 0)))
+expect("Drafters", "a windowed layer twice", lambda at: drafter(at, num_layers=2, window=16, window_layers=(0, 0)))
 expect("Drafters", "a mask token beyond the embedding", lambda at: drafter(at, mask_token_id=300))
 expect("Drafters", "query heads that key heads do not divide", lambda at: drafter(at, num_heads=5, num_kv_heads=2))
 expect("Drafters", "heads of odd width", lambda at: drafter(at, head_dim=15))
@@ -220,15 +222,19 @@ expect(
     "one row of two without text",
     lambda at: held_out(at, prompts(at, chat(ASK), {"messages": [{"role": "user", "text": "Hello"}]})),
 )
-expect(
-    HELD,
-    "sampling by replay",
-    lambda at: evaluate.run(
-        evaluate.Options(
-            drafter=at.export, target=str(at.files.target), prompts=(prompts(at, chat(ASK)),), temperature=0.7
-        )
-    ),
-)
+
+
+def evaluated(at: Place, **options: Any) -> None:
+    """Evaluates the export on a prompt."""
+    made = {"drafter": at.export, "target": str(at.files.target), "prompts": (prompts(at, chat(ASK)),)}
+    evaluate.run(evaluate.Options(**(made | options)))
+
+
+expect(HELD, "sampling by replay", lambda at: evaluated(at, temperature=0.7))
+expect(HELD, "a temperature that is no number", lambda at: evaluated(at, method="decode", temperature=float("nan")))
+expect(HELD, "a share of 7", lambda at: evaluated(at, method="decode", temperature=0.7, top_p=7.0))
+expect(HELD, "a share of greedy answers", lambda at: evaluated(at, top_p=0.9))
+expect(HELD, "the order of a table that is not made", lambda at: evaluated(at, ngram_order=3))
 
 # Exports and imports
 
@@ -259,6 +265,15 @@ expect(
     EXPORTS, "an export onto the target", lambda at: export.run(export.Options(source=at.run, output=at.files.target))
 )
 expect(EXPORTS, "an export onto its run", lambda at: export.run(export.Options(source=at.run, output=at.run)))
+
+
+@wrong(EXPORTS, "an export beside files of another kind")
+def _(at: Place) -> None:
+    (at.root / "thesis").mkdir()
+    (at.root / "thesis" / "thesis.tex").touch()
+    export.run(export.Options(source=at.run, output=at.root / "thesis"))
+
+
 expect(EXPORTS, "an import onto itself", lambda at: import_.run(import_.Options(source=at.export, output=at.export)))
 expect(
     EXPORTS,
@@ -300,4 +315,6 @@ expect(
     lambda at: ask(at, server="http://127.0.0.1:9/v1", api_key_file=at.root / "key"),
 )
 expect("Server", "no requests at once", lambda at: ask(at, server="http://127.0.0.1:9/v1", concurrency=0))
+expect("Server", "a device for a server", lambda at: ask(at, server="http://127.0.0.1:9/v1", device="cpu"))
+expect("Server", "retries without a server", lambda at: ask(at, retries=1))
 expect("Server", "both modes of thinking", lambda at: ask(at, thinking=True, no_thinking=True))

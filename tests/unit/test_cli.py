@@ -15,7 +15,7 @@ import pytest
 
 from blockdraft.cli import VERBS, main
 from blockdraft.commands.stops import StopRequested, Stops
-from blockdraft.config import ConfigError, RunConfig, to_json
+from blockdraft.config import ConfigError, LossConfig, RunConfig, to_json
 from blockdraft.recipes import RECIPES, list_recipes, load_recipe
 
 
@@ -255,6 +255,27 @@ def test_the_config_of_a_copied_run_is_said_to_name_the_first_place(
     (copy / "metrics.jsonl").unlink()
     assert main(["train", str(copy / "config.json")]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_train_names_the_flags_that_do_nothing_and_goes_on(
+    calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", "tiny"]) == 0
+    assert main(["train", "tiny", "--steps", "None", "--epochs", "3"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["train", "tiny", "--epochs", "3"]) == 0
+    assert capsys.readouterr().err == (
+        "note: epochs 3.0 does nothing as things stand: expected no steps, found steps 4\n"
+    )
+    # A run of an earlier day with such a field can be resumed.
+    file = tmp_path / "config.json"
+    file.write_text(to_json(RunConfig(loss=LossConfig(objective="dpace", gamma=2.0))))
+    assert main(["train", str(file)]) == 0
+    assert capsys.readouterr().err == (
+        "note: loss.gamma 2.0 does nothing as things stand: expected loss.objective ce or kl, found loss.objective "
+        "dpace\n"
+    )
+    assert len(calls) == 4
 
 
 def test_a_broken_connection_is_no_reader_that_left(calls: Calls, monkeypatch: pytest.MonkeyPatch):

@@ -10,10 +10,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import tyro
 
+from blockdraft.commands.outputs import check_file
+from blockdraft.commands.unused import Need, refuse_unused
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +58,19 @@ class Options:
     """Timed repetitions, or steps of the pipeline."""
     output: Path | None = None
     """JSON file for the numbers."""
+
+
+NEEDS: Final = (
+    Need(("objective",), ("what",), "step", lambda what: what == "step", is_positional=True),
+    Need(
+        ("block_size", "window", "num_anchors", "chunk_rows", "attention"),
+        ("what",),
+        "step or pipeline",
+        lambda what: what != "target",
+        is_positional=True,
+    ),
+    Need(("window",), ("num_layers",), "--num-layers 2 or more (the last has no window)", lambda count: count > 1),
+)
 
 
 class Bench:
@@ -133,6 +148,7 @@ def run(options: Options) -> int:
         (measure_target if options.what == "target" else measure_pipeline)(bench)
     if options.output is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps({"options": settings} | bench.numbers, indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -148,6 +164,9 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"--num-anchors: expected fewer than the row's {options.row_length} tokens, found {options.num_anchors}"
         )
+    refuse_unused(options, NEEDS)
+    if options.output is not None:
+        check_file(options.output)
 
 
 def measure_step(bench: Bench) -> None:

@@ -7,11 +7,12 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import tyro
 
-from blockdraft.commands.outputs import check_file, check_seed
+from blockdraft.commands.outputs import check_file, check_sampling, check_seed
+from blockdraft.commands.unused import SAMPLED, Need, refuse_unused
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +71,14 @@ class Options:
         return True if self.thinking else False if self.no_thinking else None
 
 
+NEEDS: Final = (
+    SAMPLED,
+    Need(("ngram_order", "ngram_tokens"), ("controls",), "--controls", lambda store: store is not None),
+    Need(("controls",), ("temperature",), "--temperature 0 (controls guess greedy answers)", lambda value: value == 0),
+    Need(("batch_size",), ("method",), "--method replay (decode takes one at a time)", lambda name: name == "replay"),
+)
+
+
 def run(options: Options) -> int:
     """Measures, prints a Markdown row a set and writes JSON; 1 if greedy float32 output was not lossless.
 
@@ -116,6 +125,7 @@ def _check(options: Options) -> None:
     if not options.prompts:
         raise ConfigError("--prompts: expected one set or more, found none")
     set_names(options.prompts)
+    check_sampling(options.temperature, options.top_p, options.top_k)
     if options.temperature and options.method == "replay":
         raise ConfigError("replay is greedy; sampled acceptance (--temperature above 0) needs --method decode")
     if options.output is not None:
@@ -127,6 +137,7 @@ def _check(options: Options) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {found}")
     if options.thinking and options.no_thinking:
         raise ConfigError("--thinking and --no-thinking: expected at most one of them, found both")
+    refuse_unused(options, NEEDS)
 
 
 def read_sets(options: Options, tokenizer: "PreTrainedTokenizerBase", max_positions: int) -> list["PromptSet"]:

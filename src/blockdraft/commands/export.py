@@ -62,7 +62,7 @@ def export(
 ) -> int:
     """Saves, reloads strictly and compares shape and every tensor bit for bit; returns the number of tensors.
 
-    In speculators' format if a verifier is given.
+    In speculators' format if a verifier is given. What differs never comes to lie at `directory`.
 
     Raises:
         RuntimeError: something differs.
@@ -73,18 +73,20 @@ def export(
     from blockdraft.models.speculators import load_speculators, save_speculators
     from blockdraft.models.target import DTYPES
 
-    if verifier is None:
-        save_export(drafter, directory, DTYPES[dtype])
-        found = load_export(directory)
-    else:
-        save_speculators(drafter, directory, verifier, DTYPES[dtype])
-        found = load_speculators(directory).drafter
     expected = {name: weight.to("cpu", DTYPES[dtype]) for name, weight in drafter.state_dict().items()}
-    if found.shape != drafter.shape:
-        raise RuntimeError(f"{directory}: expected the config of {drafter.shape}, read back {found.shape}")
-    for name, weight in found.state_dict().items():
-        if weight.dtype != expected[name].dtype or not torch.equal(weight, expected[name]):
-            raise RuntimeError(f"{directory}: tensor {name} read back differs from the one written")
+
+    def compare(written: Path) -> None:
+        found = load_export(written) if verifier is None else load_speculators(written).drafter
+        if found.shape != drafter.shape:
+            raise RuntimeError(f"{directory}: expected the config of {drafter.shape}, read back {found.shape}")
+        for name, weight in found.state_dict().items():
+            if weight.dtype != expected[name].dtype or not torch.equal(weight, expected[name]):
+                raise RuntimeError(f"{directory}: tensor {name} read back differs from the one written")
+
+    if verifier is None:
+        save_export(drafter, directory, DTYPES[dtype], compare)
+    else:
+        save_speculators(drafter, directory, verifier, DTYPES[dtype], compare)
     return len(expected)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import tyro
 
-from blockdraft.commands.outputs import check_seed
+from blockdraft.commands.outputs import check_sampling, check_seed
+from blockdraft.commands.unused import SAMPLED, refuse_unused
 from blockdraft.config import ConfigError
 
 if TYPE_CHECKING:
@@ -108,9 +109,7 @@ def run(options: Options) -> int:
     Raises:
         ConfigError: drafter and target do not fit or cannot be loaded, or flags contradict each other.
     """
-    if options.thinking and options.no_thinking:
-        raise ConfigError("--thinking and --no-thinking: expected at most one of them, found both")
-    check_seed(options.seed)
+    _check(options)
     from blockdraft import api
 
     drafter = api.load_drafter(options.drafter, device=options.device, dtype=options.dtype)
@@ -142,6 +141,16 @@ def run(options: Options) -> int:
     )
     write(stream.flush() + "\n" + closing_line(reply, use_color=use_color) + "\n")
     return 0
+
+
+def _check(options: Options) -> None:
+    if options.thinking and options.no_thinking:
+        raise ConfigError("--thinking and --no-thinking: expected at most one of them, found both")
+    if options.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
+    check_seed(options.seed)
+    check_sampling(options.temperature, options.top_p, options.top_k)
+    refuse_unused(options, (SAMPLED,))
 
 
 def closing_line(reply: "Reply", *, use_color: bool) -> str:

@@ -52,11 +52,15 @@ def run(options: Options) -> int:
         found = load_speculators(options.source, num_target_layers=_count_layers(name) if name else None)
         drafter, left_out = found.drafter, found.left_out
         kind = f"speculators' format {found.version}, made for {found.verifier.name_or_path or 'a target not named'}"
+    elif options.target:
+        raise ConfigError(
+            f"--target {options.target} does nothing as things stand: the published format of {options.source} says "
+            "the target's number of layers itself; leave --target out"
+        )
     else:
         drafter, kind = load_export(options.source), "published format"
-    save_export(drafter, options.output, drafter.dtype)
     kept = {name: tensor for name, tensor in read_tensors(options.source).items() if name not in left_out}
-    compare(options.output, drafter, kept)
+    save_export(drafter, options.output, drafter.dtype, lambda written: compare(written, drafter, kept))
     lines = [f"{options.source}: {kind}", *_describe(drafter)]
     if left_out:
         lines.append(f"  left out, the target's own: {', '.join(left_out)}")

@@ -1,8 +1,13 @@
-"""Outputs and seeds that a user names, looked at before the work that needs them; output that nobody reads."""
+"""Outputs, seeds and temperatures that a user names, looked at before the work that needs them.
+
+And output that nobody reads.
+"""
 
 import json
+import math
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,18 +49,20 @@ def check_export(path: Path) -> None:
     """`check_directory`, and refuses to write over the files of a target, a run or anything else.
 
     Raises:
-        ConfigError: it holds a config.json or weights that are no drafter's export.
+        ConfigError: it holds anything, and no drafter's export.
     """
     check_directory(path)
-    if (path / CONFIG).is_file():
-        is_ours = DRAFTER in (read_object(path / CONFIG).get("architectures") or [])
+    if (path / CONFIG).is_file() and DRAFTER in (read_object(path / CONFIG).get("architectures") or []):
+        return
+    if (path / CONFIG).exists() or (path / WEIGHTS).exists():
+        found = f"the {CONFIG} or {WEIGHTS} of something else"
+    elif path.is_dir() and any(path.iterdir()):
+        found = "other files"
     else:
-        is_ours = not (path / WEIGHTS).exists()
-    if not is_ours:
-        raise ConfigError(
-            f"--output {path}: expected a new directory or an export to replace, found the {CONFIG} or {WEIGHTS} of "
-            "something else; choose another --output"
-        )
+        return
+    raise ConfigError(
+        f"--output {path}: expected a new directory or an export to replace, found {found}; choose another --output"
+    )
 
 
 def check_seed(seed: int) -> None:
@@ -68,6 +75,20 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f"--seed: expected a number from 0 up to {MOST_SEED:,}, found {seed}")
 
 
+def check_sampling(temperature: float, top_p: float = 1.0, top_k: int = 0) -> None:
+    """Refuses what no distribution can be made with.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {temperature}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p: expected a share above 0, and 1 for all tokens, found {top_p}")
+    if top_k < 0:
+        raise ConfigError(f"--top-k: expected at least 1, or 0 for all tokens, found {top_k}")
+
+
 def in_the_way(path: Path) -> str:
     """What keeps this path from being made or written; empty where nothing does."""
     there = path if path.exists() else path.absolute().parent
@@ -77,7 +98,18 @@ def in_the_way(path: Path) -> str:
         return f"{there}, which is no directory"
     needed = os.W_OK | os.X_OK if there.is_dir() else os.W_OK
     may = os.access(there, needed, effective_ids=os.access in os.supports_effective_ids)
-    return "" if may else f"{there}, which cannot be written"
+    if not may:
+        return f"{there}, which cannot be written"
+    return _refusal(there) if there.is_dir() and not path.is_file() else ""
+
+
+def _refusal(directory: Path) -> str:
+    """Rights are not all: /proc and full or broken disks take no file. A file without a name leaves nothing there."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return f"{directory}, which takes no file ({error.strerror})"
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blockdraft.commands.unused import Need, refuse_unused
 from blockdraft.config import ConfigError, RunConfig, read_config
 
 if TYPE_CHECKING:
@@ -53,6 +54,17 @@ class Options:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected a finite number above 0, found {value:g}")
 
 
+NEEDS: Final = (
+    Need(("rate_tflops",), ("run",), "no --run, whose rates were measured", lambda run: run is None),
+    Need(
+        ("rate_tflops",),
+        ("target_tok_s", "drafter_tok_s"),
+        "a rate that is not given",
+        lambda *given: None in given,
+    ),
+)
+
+
 class Basis(NamedTuple):
     """What every split is judged by."""
 
@@ -71,6 +83,7 @@ def run(config: RunConfig | None, options: Options) -> int:
     from blockdraft.runtime.memory_plan import drafter_parameters
     from blockdraft.runtime.stages import Links, Stages, best
 
+    refuse_unused(options, NEEDS)
     basis = find_basis(config, options)
     rates = find_rates(basis, options)
     chosen = basis.config

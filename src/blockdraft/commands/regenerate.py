@@ -21,15 +21,17 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import not_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import tyro
 
 from blockdraft.commands.answering import answer_all
 from blockdraft.commands.journal import Journal
-from blockdraft.commands.outputs import check_file
+from blockdraft.commands.outputs import check_file, check_sampling
 from blockdraft.commands.stops import EXIT_INTERRUPTED, StopRequested, Stops
+from blockdraft.commands.unused import Need, refuse_unused
 from blockdraft.config import ConfigError, TargetConfig
 
 if TYPE_CHECKING:
@@ -88,6 +90,12 @@ class Options:
     """For a whole request, in seconds."""
     retries: int = 5
     """Times that a failed request is sent again."""
+
+
+NEEDS: Final = (
+    Need(("device", "dtype", "batch_size"), ("server",), "no --server, which decodes by settings of its own", not_),
+    Need(("concurrency", "retries", "request_timeout_s"), ("server",), "--server", bool),
+)
 
 
 def run(options: Options, stops: Stops | None = None) -> int:
@@ -327,16 +335,16 @@ def _check(options: Options) -> None:
             f"--batch-size and --max-new-tokens: expected at least 1, found {options.batch_size} and "
             f"{options.max_new_tokens}"
         )
-    if not 0 <= options.temperature < math.inf:
-        raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {options.temperature}")
+    check_sampling(options.temperature)
     if options.max_prompt_tokens < 1:
         raise ConfigError(f"--max-prompt-tokens: expected at least 1, found {options.max_prompt_tokens}")
     if not 0 <= options.max_drop <= 1:
         raise ConfigError(f"--max-drop: expected a share between 0 and 1, found {options.max_drop}")
-    if options.concurrency < 1 or options.retries < 0 or options.request_timeout_s <= 0:
+    if options.concurrency < 1 or options.retries < 0 or not 0 < options.request_timeout_s < math.inf:
         raise ConfigError(
             "--concurrency, --retries and --request-timeout-s: expected at least 1, at least 0 and more than 0, found "
             f"{options.concurrency}, {options.retries} and {options.request_timeout_s}"
         )
     if not options.server and (options.server_model or options.api_key_file is not None):
         raise ConfigError("--server-model and --api-key-file go with --server; name the server too")
+    refuse_unused(options, NEEDS)

@@ -3,6 +3,7 @@
 N positions, K draft tokens, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,10 +31,10 @@ class Sampling:
     """0: all."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ConfigError(
-                f"expected temperature >= 0, 0 < top_p <= 1 and top_k >= 0, got {self.temperature}, {self.top_p} and "
-                f"{self.top_k}"
+                f"expected a finite temperature >= 0, 0 < top_p <= 1 and top_k >= 0, got {self.temperature}, "
+                f"{self.top_p} and {self.top_k}"
             )
 
     @property

@@ -71,6 +71,13 @@ class DrafterShape:
             raise ConfigError(
                 f"drafter.window_layers must be drafter layers 0..{self.num_layers - 1}, got {self.window_layers}"
             )
+        rising = sorted(set(self.window_layers))
+        if list(self.window_layers) != rising:
+            # An export says a kind for each layer: it has no order and no repeats to give back.
+            raise ConfigError(
+                f"drafter.window_layers: expected rising drafter layers, each once, found {list(self.window_layers)}; "
+                f"write {' '.join(map(str, rising))}"
+            )
         if self.window_causal and (self.causal or self.window is None):
             raise ConfigError("window_causal stands for windowed layers of a drafter that is not causal throughout")
 

@@ -6,6 +6,7 @@ Source of every field: docs/formats.md.
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +162,31 @@ def check_layers(config: dict[str, Any], source: str) -> tuple[int | None, tuple
     return (config.get("sliding_window") if layers else None), layers
 
 
-def save_export(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes config.json and model.safetensors; an existing export there is replaced."""
-    write_checkpoint(drafter, directory, published_config(drafter.shape, dtype), dtype)
+def accept(written: Path) -> None:
+    """The default: nobody compares."""
 
 
-def write_checkpoint(drafter: Drafter, directory: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+def save_export(
+    drafter: Drafter,
+    directory: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    compare: Callable[[Path], None] = accept,
+) -> None:
+    """Writes config.json and model.safetensors; an existing export there is replaced. `compare`: write_checkpoint."""
+    write_checkpoint(drafter, directory, published_config(drafter.shape, dtype), dtype, compare)
+
+
+def write_checkpoint(
+    drafter: Drafter,
+    directory: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    compare: Callable[[Path], None] = accept,
+) -> None:
     """Tensors in `dtype` and the config, complete or not at all; both layouts name tensors alike.
 
     Written beside `directory`, synced and renamed. Other files of a directory that is there already are kept.
+    `compare` looks at what was written before it takes its place; if it raises, `directory` stays as it was.
     """
     directory = directory.resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -187,6 +204,7 @@ def write_checkpoint(drafter: Drafter, directory: Path, config: dict[str, Any], 
         shutil.copymode(side / CONFIG, side / WEIGHTS)
         for path in (side / WEIGHTS, side / CONFIG, side):
             _sync(path)
+        compare(side)
     except BaseException:
         shutil.rmtree(side, ignore_errors=True)
         raise

@@ -3,6 +3,7 @@
 Fields as speculators 0.9.0 writes them; docs/formats.md has each, and who reads it.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from blockdraft.config import ConfigError
 from blockdraft.models.drafter import Drafter, DrafterShape
 from blockdraft.models.formats import (
     CONFIG,
+    accept,
     build_drafter,
     check_layers,
     dtype_name,
@@ -98,14 +100,18 @@ def speculators_config(shape: DrafterShape, dtype: torch.dtype, verifier: Verifi
 
 
 def save_speculators(
-    drafter: Drafter, directory: Path, verifier: Verifier, dtype: torch.dtype = torch.bfloat16
+    drafter: Drafter,
+    directory: Path,
+    verifier: Verifier,
+    dtype: torch.dtype = torch.bfloat16,
+    compare: Callable[[Path], None] = accept,
 ) -> None:
-    """Writes config.json and model.safetensors; an existing export there is replaced.
+    """Writes config.json and model.safetensors; an existing export there is replaced. `compare`: write_checkpoint.
 
     Raises:
         ConfigError: the drafter has something that the format cannot say.
     """
-    write_checkpoint(drafter, directory, speculators_config(drafter.shape, dtype, verifier), dtype)
+    write_checkpoint(drafter, directory, speculators_config(drafter.shape, dtype, verifier), dtype, compare)
 
 
 def load_speculators(directory: Path, *, num_target_layers: int | None = None) -> Found:

@@ -15,7 +15,8 @@ from blockdraft.models.drafter import default_layer_ids
 from integration.tiny import tiny_target
 from unit.models.test_own_layers import added
 
-SMALL = ("--shapes", "tiny", "--row-length", "96", "--num-anchors", "9", "--num-layers", "2", "--steps", "2")
+ALONE = ("--shapes", "tiny", "--row-length", "96", "--num-layers", "2", "--steps", "2")
+SMALL = (*ALONE, "--num-anchors", "9")
 
 
 @pytest.mark.parametrize(
@@ -27,8 +28,8 @@ SMALL = ("--shapes", "tiny", "--row-length", "96", "--num-anchors", "9", "--num-
     ],
 )
 def test_each_measurement_runs_on_a_cpu_and_writes_its_numbers(what, names, tmp_path, capsys):
-    file = tmp_path / "found.json"
-    assert main(["bench", what, *SMALL, "--output", str(file), "--device", "cpu"]) == 0
+    file = tmp_path / "new" / "found.json"
+    assert main(["bench", what, *(ALONE if what == "target" else SMALL), "--output", str(file), "--device", "cpu"]) == 0
     found = json.loads(file.read_text())
     assert {"device", "torch", "dtype", "matrix_rate_tflops", "options", *names} <= found.keys()
     assert all(found[name] > 0 for name in names)
@@ -87,6 +88,13 @@ def test_the_listed_products_are_those_a_step_runs(num_layers):
 def test_what_cannot_be_measured_is_refused(flags, message, capsys):
     assert main(["bench", "step", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_output_is_looked_at_before_anything_is_measured(tmp_path, capsys):
+    assert main(["bench", "step", *SMALL, "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "expected the name of a file, found a directory" in said.err
+    assert said.out == ""
 
 
 @pytest.mark.parametrize("what", ["step", "pipeline"])

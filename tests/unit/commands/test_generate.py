@@ -1,7 +1,8 @@
 import pytest
 
-from blockdraft.api import Reply
+from blockdraft.api import Reply, render
 from blockdraft.commands.generate import ACCEPTED, RESET, Printer, TextStream, closing_line
+from blockdraft.config import ConfigError
 from blockdraft.decoding.acceptance import Acceptance, Round
 from blockdraft.decoding.speculative import Generation
 from tiny_chat import CHATML, tiny_tokenizer
@@ -55,3 +56,12 @@ def test_the_closing_line_says_what_was_counted():
     assert closing_line(reply, use_color=False) == expected
     nothing = Reply("", Generation([5], [], 0.1, 0.0, "length"), Acceptance.of([], 8))
     assert closing_line(nothing, use_color=False) == "accept - | rounds 0 | tokens 1 | 0.0 tok/s | end: length"
+
+
+def test_without_a_chat_template_there_is_nobody_to_ask_for_a_mode_of_thinking():
+    bare = tiny_tokenizer(CHATML)
+    bare.chat_template = None
+    assert render(bare, "ok", None) == bare("ok")["input_ids"]
+    for mode in (True, False):
+        with pytest.raises(ConfigError, match="a mode of thinking is asked of a chat template, found none"):
+            render(bare, "ok", mode)

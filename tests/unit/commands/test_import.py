@@ -1,5 +1,6 @@
 """`import` and `export --format speculators`: bytes kept, what is read said, what cannot be read refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -111,6 +112,34 @@ def test_the_target_of_a_run_is_named(drafter, tmp_path):
         export.find_verifier(export.Options(source=tmp_path, output=tmp_path, target="x.gguf"))
     with pytest.raises(ConfigError, match="--target goes with"):
         export.run(export.Options(source=tmp_path / "run", output=tmp_path / "o", target="some/target"))
+
+
+def test_a_target_that_would_not_be_read_is_refused(drafter, tmp_path, capsys):
+    save_export(drafter, tmp_path / "theirs")
+    arguments = ["import", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours"), "--target", "some/target"]
+    assert main(arguments) == 2
+    assert "--target some/target does nothing as things stand" in capsys.readouterr().err
+    assert main(arguments[:-2]) == 0
+
+
+def test_an_import_that_differs_leaves_nothing(drafter, tmp_path, monkeypatch):
+    save_export(drafter, tmp_path / "theirs")
+    monkeypatch.setattr("blockdraft.models.formats.load_export", damaged_once(load_export, "ours"))
+    with pytest.raises(RuntimeError, match="the config read back is not the one written"):
+        main(["import", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")])
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def damaged_once(load, name):
+    """Reads another shape where that directory, or what is to become it, is read."""
+
+    def read(directory):
+        found = load(directory)
+        if name in directory.name:
+            found.shape = dataclasses.replace(found.shape, block_size=4)
+        return found
+
+    return read
 
 
 def test_import_onto_itself_is_refused(drafter, tmp_path, capsys):

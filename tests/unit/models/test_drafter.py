@@ -110,6 +110,14 @@ def test_wide_heads_are_cut_to_128_and_experts_become_a_dense_layer():
         ({"window": 32}, "go together"),
         ({"window_layers": (1,)}, "go together"),
         ({"window": 32, "window_layers": (5,)}, r"must be drafter layers 0\.\.4, got \(5,\)"),
+        (
+            {"window": 32, "window_layers": (1, 0)},
+            r"expected rising drafter layers, each once, found \[1, 0\]; write 0 1",
+        ),
+        (
+            {"window": 32, "window_layers": (0, 0)},
+            r"expected rising drafter layers, each once, found \[0, 0\]; write 0$",
+        ),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(changes, message):

@@ -1,4 +1,5 @@
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -6,8 +7,16 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.commands import export
 from blockdraft.config import ConfigError
+from blockdraft.models.drafter import Drafter
 from blockdraft.models.formats import load_export, published_config, read_shape, save_export
+from blockdraft.models.speculators import Verifier
 from integration.tiny import tiny_drafter, tiny_target
+
+
+class Read(NamedTuple):
+    """Stands for what a checkpoint of speculators holds."""
+
+    drafter: Drafter
 
 
 @pytest.fixture
@@ -139,6 +148,21 @@ def test_export_compares_what_it_reads_back(drafter, tmp_path, monkeypatch):
     monkeypatch.setattr("blockdraft.models.formats.load_export", damaged)
     with pytest.raises(RuntimeError, match=r"tensor norm\.weight"):
         export.export(drafter, tmp_path / "bad", "bfloat16")
+    # What differs looks like no export, and replaces none.
+    before = (tmp_path / "good" / "model.safetensors").read_bytes()
+    with pytest.raises(RuntimeError, match=r"tensor norm\.weight"):
+        export.export(drafter, tmp_path / "good", "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    assert (tmp_path / "good" / "model.safetensors").read_bytes() == before
+
+
+def test_speculators_format_compares_before_it_is_in_place_too(tmp_path, monkeypatch):
+    drafter = tiny_drafter(tiny_target("qwen3"), 16)
+    monkeypatch.setattr("blockdraft.models.speculators.load_speculators", lambda _written: Read(drafter=other))
+    other = tiny_drafter(tiny_target("qwen3"), 16, seed=1)
+    with pytest.raises(RuntimeError, match="read back differs"):
+        export.export(drafter, tmp_path / "bad", "float32", Verifier(None, []))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_that_fails_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):
