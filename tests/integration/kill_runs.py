@@ -139,8 +139,11 @@ def main(root: Path, num_kills: int, seed: int) -> int:
             sys.stdout.write(log.read_text())
             return 1
         assert_same_run(root / name, root / "whole")
-        resumed = [line for line in log.read_text().splitlines() if "steps done" in line]
+        lines = log.read_text().splitlines()
+        resumed = [line for line in lines if "steps done" in line]
         first = int(resumed[-1].split(": ")[-1].split()[0]) if resumed else 0
+        # The kill came behind the last evaluation: nothing is read then.
+        first = STEPS if any(f"all {STEPS} steps are done already" in line for line in lines) else first
         # The newest save may still have been under way, up to the step whose save waits for it; the one before it not.
         assert first >= before - 2 * SAVE_EVERY, (first, before)
         moment = f"at {seconds:.2f} s" if seconds is not None else f"in {kind}"

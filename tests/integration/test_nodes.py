@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from blockdraft import cli
+from blockdraft.commands.run_directory import hold
 from blockdraft.config import RunConfig, to_json
 from blockdraft.training.checkpoint import list_checkpoints
 from integration.test_drafters import assert_close_run
@@ -189,6 +190,15 @@ def test_a_node_that_fails_tells_the_others_why(files, tmp_path):
     assert f"error: {message}" in other_errors
     assert code == 1
     assert f"error: node 1 failed: ConfigError: {message}" in errors
+
+
+def test_a_directory_that_another_run_writes_to_ends_all_nodes(files, tmp_path):
+    with hold(tmp_path / "node0"), Nodes(endless(files, tmp_path), tmp_path) as nodes:
+        (code, _, errors), (other_code, _, other_errors) = nodes.end()
+    assert (code, other_code) == (2, 1)
+    assert f"error: run_dir {tmp_path}/node0: another run is writing there" in errors
+    assert "node 0" in other_errors and "Traceback" not in other_errors
+    assert not (tmp_path / "node0").exists() and not (tmp_path / "node1").exists()
 
 
 @pytest.mark.parametrize("victim", [0, 1])

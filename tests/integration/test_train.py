@@ -144,7 +144,7 @@ def test_a_crash_while_metrics_are_cut_loses_none(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.replace", full)
     with pytest.raises(OSError, match="No space left"):
-        MetricsFile(path, 1)
+        MetricsFile(path, 1).write({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

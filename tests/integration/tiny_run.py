@@ -112,7 +112,9 @@ def run_control(
         if say is not None:
             say(control, line)
 
-    control = Control(config, run_dir, hear, resume=resume, delay=delay, line_seconds=0.0, diagnostics=diagnostics)
+    control = Control(
+        config, run_dir, hear, find_resume=lambda: resume, delay=delay, line_seconds=0.0, diagnostics=diagnostics
+    )
     assert control.run() == 0
     assert worker_threads() == []
     return Ran(run_dir, lines, control)

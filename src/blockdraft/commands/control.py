@@ -3,7 +3,6 @@
 Saving and evaluating begin in drafter 0's thread, between two of its steps (boundary.py).
 """
 
-import contextlib
 import dataclasses
 import queue
 import traceback
@@ -17,7 +16,7 @@ from blockdraft.commands.checks import check, resolve_dtypes
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
-from blockdraft.commands.run_directory import check_directory, check_usable, claim, hold, is_over, write_environment
+from blockdraft.commands.run_directory import check_directory, check_usable, claim, is_over, write_environment
 from blockdraft.commands.skips import Skips
 from blockdraft.commands.stops import StopRequested, Stops
 from blockdraft.commands.tracking import METRICS, MetricsFile, Tracker, check_trackers, open_trackers
@@ -50,16 +49,16 @@ class Control:
         say: Callable[[str], None],
         *,
         delay: Delay = no_delay,
-        resume: Path | None = None,
+        find_resume: Callable[[], Path | None] = lambda: None,
         line_seconds: float = LINE_SECONDS,
         diagnostics: Diagnostics = NONE,
         stops: Stops | None = None,
     ) -> None:
-        """`resume`: the checkpoint to go on from.
+        """`find_resume`, called first of all once the nodes have met: the checkpoint to go on from.
 
         `line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step.
         """
-        self.line_seconds, self.resume = line_seconds, resume
+        self.line_seconds, self.find_resume = line_seconds, find_resume
         self.config, self.run_dir, self.delay = config, run_dir, delay
         self.diagnostics = diagnostics
         # One node speaks, writes and evaluates for all.
@@ -67,6 +66,7 @@ class Control:
         self.say = say if self.is_first_node else _say_nothing
         self.stops = Stops() if stops is None else stops
         self.pipeline: Pipeline | None = None
+        self.protection: Protection | None = None
 
     def run(self) -> int:
         """Builds everything, trains, and returns the exit code.
@@ -78,23 +78,21 @@ class Control:
             StopRequested: a stop was asked for before the first step.
         """
         config = self.config = resolve_dtypes(self.config)
-        has_kernels = any(not name.startswith("cpu") for name in (*config.runtime.targets, *config.runtime.drafters))
-        protection = Protection(self.say) if has_kernels else None
         self.world = join_world()
         try:
             with self.stops.listen():
-                done = self._run(config, protection)
+                self.resume = self.find_resume()
+                done = self._run(config)
             self.world.part()
             return done
         except BaseException as error:
             self.world.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
-            if protection is not None:
-                protection.end()
+            if self.protection is not None:
+                self.protection.end()
 
-    def _run(self, config: RunConfig, protection: Protection | None) -> int:
-        self.protection, world = protection, self.world
+    def _run(self, config: RunConfig) -> int:
         # What needs no target is refused, or found to be over, before one is loaded.
         if self.resume is not None:
             check_resumable(self.resume, config)
@@ -103,14 +101,16 @@ class Control:
             check_trackers(config.trackers)
         if self._is_over(config.steps):
             return 0
-        checked = check(config, node=world.node, num_nodes=world.num_nodes)
+        if any(not name.startswith("cpu") for name in (*config.runtime.targets, *config.runtime.drafters)):
+            self.protection = Protection(self.say)
+        checked = check(config, node=self.world.node, num_nodes=self.world.num_nodes)
         if self._is_over(checked.total_steps):
             return 0
         self.built: Built = build(config, checked, self.say, evaluates=self.is_first_node)
-        if world.num_nodes > 1:
-            self.say(f"{world.num_nodes} nodes with {len(self.built.steps)} drafters each")
+        if self.world.num_nodes > 1:
+            self.say(f"{self.world.num_nodes} nodes with {len(self.built.steps)} drafters each")
         first_step, num_skipped = self._read_resumed(config)
-        check_agreement(world, config, self.built.fingerprint, first_step)
+        check_agreement(self.world, config, self.built.fingerprint, first_step)
         # Trackers first: one that is not installed must leave no sign of a run behind.
         trackers = []
         if self.is_first_node:
@@ -122,10 +122,8 @@ class Control:
             return self._evaluate_what_is_done(trackers)
         loader = self.built.loader
         ranks = [loader.config.first_drafter + index for index in range(len(self.built.steps))]
-        most = config.optim.max_skipped
-        self.skips = Skips(loader, self.run_dir, most, self.say, so_far=num_skipped, drafters=ranks)
-        with hold(self.run_dir) if self.is_first_node else contextlib.nullcontext():
-            return self._train(config, trackers, first_step)
+        self.skips = Skips(loader, self.run_dir, config.optim.max_skipped, self.say, so_far=num_skipped, drafters=ranks)
+        return self._train(config, trackers, first_step)
 
     def _is_over(self, total_steps: int | None) -> bool:
         # Several nodes find it out together, further on.
@@ -138,8 +136,6 @@ class Control:
     def _train(self, config: RunConfig, trackers: list[Tracker], first_step: int) -> int:
         if self.is_first_node:
             claim(self.run_dir, config, is_resumed=self.resume is not None)
-            for name in leave_behind(self.run_dir / "checkpoints", first_step):
-                self.say(f"note: {name} is of the run that is left here; the next save removes it")
             write_environment(self.run_dir, self.built)
             self.recorder = self._recorder(trackers, first_step)
         pipeline = self._make_pipeline(first_step)
@@ -215,7 +211,7 @@ class Control:
             cpu_threads=cpu_threads(self.config),
             world=self.world if self.built.loader.config.num_drafters > 1 else None,
             sum_seconds=SUM_SECONDS,
-            when_warm=self._when_warm,
+            when_warm=partial(self._when_warm, first_step),
             delay=self.delay,
             diagnostics=self.diagnostics,
         )
@@ -260,7 +256,11 @@ class Control:
 
     # In the main thread
 
-    def _when_warm(self) -> None:
+    def _when_warm(self, first_step: int) -> None:
+        # Not earlier: a run that ends before its first step leaves what it found.
+        if self.is_first_node:
+            for name in leave_behind(self.run_dir / "checkpoints", first_step):
+                self.say(f"note: {name} is of the run that is left here; the next save removes it")
         if self.protection is not None:
             self.protection.steady()
 

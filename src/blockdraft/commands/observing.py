@@ -42,7 +42,7 @@ class Observer:
         self.run_dir, self.say, self.pipeline, self.sample_seconds = run_dir, say, pipeline, sample_seconds
         first, total = pipeline.first_step, pipeline.total_steps
         if first == 0:
-            for old in [*run_dir.glob("trace_steps_*.json"), run_dir / "timeline.json"]:
+            for old in [*run_dir.glob("trace_steps_*.json"), run_dir / "timeline.json", run_dir / "workers.jsonl"]:
                 old.unlink(missing_ok=True)
         self._file = MetricsFile(run_dir / "workers.jsonl", first)
         self._trace_steps = trace_steps

@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -100,19 +100,46 @@ def is_over(run_dir: Path, checkpoint: Path, config: RunConfig, total_steps: int
 def hold(run_dir: Path) -> Iterator[None]:
     """Locks the directory against other runs; the end of the process unlocks it too, and no file is left.
 
+    Directories that were made for it go again where nothing was written.
+
     Raises:
-        ConfigError: another run is writing there.
+        ConfigError: another run is writing there, or it cannot be made or written.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    held = os.open(run_dir, os.O_RDONLY)
+    check_writable(run_dir)
+    made = [one for one in (run_dir, *run_dir.parents) if not one.exists()]
+    held = _open(run_dir)
     try:
-        if not try_lock(held):
+        if held is None or not try_lock(held) or not _is_at(held, run_dir):
             raise ConfigError(
                 f"run_dir {run_dir}: another run is writing there; wait for its end, or choose another --run-dir"
             )
-        yield
+        try:
+            yield
+        finally:
+            # While it is locked: another run may not come in between. One that is not empty stays.
+            with suppress(OSError):
+                for one in made:
+                    one.rmdir()
     finally:
-        os.close(held)
+        if held is not None:
+            os.close(held)
+
+
+def _open(run_dir: Path) -> int | None:
+    """None: another run, which ended without a step, removed it at this moment."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return os.open(run_dir, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+
+
+def _is_at(held: int, run_dir: Path) -> bool:
+    """Whether what was opened is still what the path names."""
+    try:
+        return os.path.samestat(os.fstat(held), run_dir.stat())
+    except FileNotFoundError:
+        return False
 
 
 def claim(run_dir: Path, config: RunConfig, *, is_resumed: bool) -> None:

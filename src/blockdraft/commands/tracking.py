@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,18 +28,17 @@ class Tracker(Protocol):
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a line, flushed as it is written; a resumed run drops the lines it will write again."""
+    """metrics.jsonl: one object a line, flushed as it is written; a resumed run drops the lines it will write again.
+
+    They go with the first line: a run that ends before it leaves the file as it is.
+    """
 
     def __init__(self, path: Path, first_step: int) -> None:
-        kept = [line for line in _read_lines(path) if line["step"] <= first_step]
-        self.is_evaluated = _has_evaluation(kept, first_step)
+        self._path = path
+        self._file: FileIO | None = None
+        self._kept = [line for line in _read_lines(path) if line["step"] <= first_step]
+        self.is_evaluated = _has_evaluation(self._kept, first_step)
         """Whether the evaluation after `first_step` is there: a run can end between a save and its evaluation."""
-        # Renamed over the old file, so that a crash here loses nothing.
-        side = path.with_name(path.name + ".writing")
-        side.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        side.replace(path)
-        # Unbuffered: after a write that failed there is nothing left that closing would try to write again.
-        self._file = path.open("ab", buffering=0)
         self._moved, self._last_step = threading.Condition(), first_step
 
     def write(self, values: dict[str, Any]) -> None:
@@ -48,11 +48,21 @@ class MetricsFile:
             for name, value in values.items()
         }
         with self._moved:
+            if self._file is None:
+                self._file = self._begin()
             line = memoryview((json.dumps(finite) + "\n").encode())
             while line:
                 line = line[self._file.write(line) :]
             self._last_step = max(self._last_step, int(values["step"]))
             self._moved.notify_all()
+
+    def _begin(self) -> FileIO:
+        # Renamed over the old file, so that a crash here loses nothing.
+        side = self._path.with_name(self._path.name + ".writing")
+        side.write_text("".join(json.dumps(line) + "\n" for line in self._kept), encoding="utf-8")
+        side.replace(self._path)
+        # Unbuffered: after a write that failed there is nothing left that closing would try to write again.
+        return self._path.open("ab", buffering=0)
 
     def await_step(self, step: int, is_over: Callable[[], bool]) -> bool:
         """Whether the line of this step is on disk; waits for it unless no more lines come. From another thread."""
@@ -61,12 +71,14 @@ class MetricsFile:
                 if is_over():
                     return False
                 self._moved.wait(0.05)
-            os.fsync(self._file.fileno())
+            if self._file is not None:
+                os.fsync(self._file.fileno())
         return True
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def is_evaluated(path: Path, step: int) -> bool:

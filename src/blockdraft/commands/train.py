@@ -6,7 +6,9 @@ Writes a run directory: config.json (resolved), environment.json, metrics.jsonl,
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,25 +52,30 @@ def run(config: RunConfig, options: Options, stops: Stops | None = None) -> int:
         StopRequested: a stop was asked for before the first step.
     """
     from blockdraft.commands.control import Control
-    from blockdraft.commands.skips import NonFinite
-    from blockdraft.commands.stops import StopRequested
     from blockdraft.runtime.diagnostics import Diagnostics
-    from blockdraft.runtime.distributed import STOPPED, NodeLost, this_node
-    from blockdraft.runtime.workers import Stalled, WorkerError
 
     run_dir = Path(config.run_dir)
     if options.overwrite and options.resume:
         raise ConfigError(f"--overwrite starts over and --resume {options.resume} goes on; leave one of them out")
-    if this_node() == 0:
-        _check_run_dir(run_dir, options)
-    resume = _find_resume(options.resume, run_dir)
     diagnostics = Diagnostics(
         poison=options.poison,
         serial_targets=options.serial_targets,
         trace_steps=options.trace,
         count_waits=options.count_waits,
     )
-    control = Control(config, run_dir, _say, resume=resume, diagnostics=diagnostics, stops=stops)
+    with ExitStack() as held:
+        find_resume = partial(_take, run_dir, options, held)
+        control = Control(config, run_dir, _say, find_resume=find_resume, diagnostics=diagnostics, stops=stops)
+        return _train(control)
+
+
+def _train(control: "Control") -> int:
+    """Runs it while its directory is held, and says what ended it."""
+    from blockdraft.commands.skips import NonFinite
+    from blockdraft.commands.stops import StopRequested
+    from blockdraft.runtime.distributed import STOPPED, NodeLost
+    from blockdraft.runtime.workers import Stalled, WorkerError
+
     try:
         return control.run()
     except (WorkerError, Stalled, NodeLost, NonFinite) as error:
@@ -112,6 +119,23 @@ def _say_last_checkpoint(control: "Control") -> None:
     found = list_checkpoints(control.run_dir / "checkpoints")
     if found:
         sys.stderr.write(f"the last complete checkpoint is {found[-1]}; go on with --resume auto\n")
+
+
+def _take(run_dir: Path, options: Options, held: ExitStack) -> Path | None:
+    """Holds the run directory, and only then looks at what it holds; returns the checkpoint to go on from.
+
+    Node 0 writes for all nodes and holds it for all: a run that is still there is refused before anything is decided.
+
+    Raises:
+        ConfigError: another run is writing there, it holds a run that is not to go on, or the checkpoint is none.
+    """
+    from blockdraft.commands.run_directory import hold
+    from blockdraft.runtime.distributed import this_node
+
+    if this_node() == 0:
+        held.enter_context(hold(run_dir))
+        _check_run_dir(run_dir, options)
+    return _find_resume(options.resume, run_dir)
 
 
 def _find_resume(resume: str, run_dir: Path) -> Path | None:

@@ -11,6 +11,7 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from os import O_RDONLY, close, fsync
 from os import open as open_descriptor
@@ -228,7 +229,9 @@ def _remove_old(root: Path, keep_last: int, newest: int | None = None) -> None:
     own = len(found) if newest is None else found.index(root / checkpoint_name(newest)) + 1
     for other in (*found[: max(0, own - keep_last)], *found[own:]):
         if best is None or other.name != checkpoint_name(best.steps_done):
-            shutil.rmtree(other)
+            # Somebody may tidy up by hand meanwhile: what is gone is gone.
+            with suppress(FileNotFoundError):
+                shutil.rmtree(other)
 
 
 def record_best(root: Path, candidate: Best, keep_last: int) -> bool:

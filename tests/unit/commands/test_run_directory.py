@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.commands.run_directory import check_usable, claim, starts_before
+from blockdraft.commands import run_directory
+from blockdraft.commands.run_directory import check_usable, claim, hold, starts_before
 from blockdraft.config import ConfigError, RunConfig, read_config
 
 
@@ -40,6 +41,40 @@ def test_an_environment_that_no_run_wrote_is_refused_with_what_to_do(tmp_path, t
     file.write_text(text)
     with pytest.raises(ConfigError, match=expected):
         starts_before(file)
+
+
+def test_directories_made_for_a_lock_go_again_where_nothing_was_written(tmp_path):
+    with hold(tmp_path / "a/b/empty"):
+        assert (tmp_path / "a/b/empty").is_dir()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "there").mkdir()
+    with hold(tmp_path / "there"):
+        pass
+    with hold(tmp_path / "a/written"):
+        (tmp_path / "a/written/config.json").write_text("{}")
+        (tmp_path / "a/other").mkdir()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "a", "a/other", "a/written", "a/written/config.json", "there",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "before it is locked"])
+def test_a_directory_that_another_run_removes_meanwhile_is_not_held(tmp_path, monkeypatch, moment):
+    directory, name = tmp_path / "run", "try_lock" if moment == "before it is locked" else "_open"
+    whole = getattr(run_directory, name)
+
+    def late(argument: object) -> object:
+        if name == "try_lock":
+            # As an earlier run does that ends before its first step; a third one comes.
+            directory.rmdir()
+            directory.mkdir()
+            return whole(argument)
+        monkeypatch.setattr(Path, "mkdir", lambda *_arguments, **_options: None)
+        return whole(argument)
+
+    monkeypatch.setattr(run_directory, name, late)
+    with pytest.raises(ConfigError, match="another run is writing there"), hold(directory):
+        raise AssertionError("it is held")
 
 
 def test_starts_are_read_and_none_are_where_nothing_tells_of_them(tmp_path):

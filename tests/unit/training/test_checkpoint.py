@@ -276,6 +276,22 @@ def test_going_on_from_an_earlier_step_keeps_the_new_checkpoints(tmp_path):
     assert newest_checkpoint(saved) == saved
 
 
+def test_an_old_checkpoint_that_somebody_else_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    drafter, optimizer = trained()
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, drafter, optimizer, RunConfig(), 5)
+    whole = shutil.rmtree
+
+    def late(path: Path, ignore_errors: bool = False) -> None:
+        if path.name == "step_00000001":
+            whole(path)
+        whole(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr("blockdraft.training.checkpoint.shutil.rmtree", late)
+    save_checkpoint(tmp_path, 3, drafter, optimizer, RunConfig(), 1)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3"]
+
+
 def test_another_shape_is_refused(tmp_path):
     drafter, optimizer = trained()
     directory = save_checkpoint(tmp_path, 1, drafter, optimizer, RunConfig(), 2)
