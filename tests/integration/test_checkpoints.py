@@ -24,7 +24,6 @@ from blockdraft.data.conversations import write_conversations
 from blockdraft.data.position import position_at
 from blockdraft.runtime import saver
 from blockdraft.runtime.workers import WorkerError
-from blockdraft.training.best import read_best
 from blockdraft.training.checkpoint import list_checkpoints, read_state, verify
 from integration.test_drafters import assert_close_run
 from integration.test_resume import forget_after
@@ -100,38 +99,6 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(files, tmp_path, eva
         (tmp_path / str(step) / "metrics.jsonl").write_text("".join(kept))
         run_control(dataclasses.replace(config, run_dir=str(tmp_path / str(step))), resume=checkpoint)
         assert metrics(tmp_path / str(step)) == metrics(whole)
-
-
-def test_the_best_checkpoint_is_kept(files, tmp_path, evaluation, monkeypatch):
-    lengths = iter([1.0, 1.5, 3.0, 2.0, 2.5])
-    found = boundary.evaluate
-
-    def evaluate(*arguments):
-        value = found(*arguments)
-        (name,) = value.sets
-        return value._replace(sets={name: value.sets[name]._replace(acceptance_length=next(lengths))})
-
-    monkeypatch.setattr(boundary, "evaluate", evaluate)
-    changes = {"steps": 8, "save_every": 2, "keep_last": 1, "eval": evaluation | {"every": 2}}
-    ran = run_control(tiny_config(files, tmp_path, **changes))
-    assert [path.name[-1] for path in list_checkpoints(tmp_path / "checkpoints")] == ["4", "8"]
-    best = read_best(tmp_path / "checkpoints")
-    assert best is not None
-    assert best[:2] == (4, 3.0)
-    assert any("best checkpoint so far: step 4" in line for line in ran.lines)
-    assert best.measured_on is not None
-    assert best.measured_on.max_new_tokens == 12
-    # Resumed with fewer prompts: what they give is not compared with what all of them gave.
-    lengths = iter([1.2])
-    fewer = changes | {"steps": 10, "eval": evaluation | {"every": 10, "num_prompts": 1}}
-    config = tiny_config(files, tmp_path, **fewer)
-    resumed = run_control(config, resume=list_checkpoints(tmp_path / "checkpoints")[-1])
-    best = read_best(tmp_path / "checkpoints")
-    assert best is not None
-    assert best[:2] == (10, 1.2)
-    assert best.measured_on is not None
-    assert best.measured_on.num_prompts == 1
-    assert sum("the best checkpoint is chosen anew: step 4" in line for line in resumed.lines) == 1
 
 
 def test_auto_takes_the_one_before_a_damaged_checkpoint_and_says_so(files, tmp_path, capsys):
