@@ -298,6 +298,18 @@ def test_requests_that_cannot_be_served_are_refused():
         generate(other, drafter, [5], max_new_tokens=4, stop_ids=())
 
 
+def test_an_answer_whose_last_token_stops_it_has_stopped():
+    target = tiny_target("llama")
+    drafter, prompt = tiny_drafter(target, 4), [5, 6, 7]
+    answer = generate_plain(target, prompt, max_new_tokens=1, stop_ids=()).token_ids
+    for stop_ids, finish in ((answer, "stop"), ((), "length")):
+        for found in (
+            generate(target, drafter, prompt, max_new_tokens=1, stop_ids=stop_ids),
+            generate_plain(target, prompt, max_new_tokens=1, stop_ids=stop_ids),
+        ):
+            assert (found.token_ids, found.finish) == (answer, finish)
+
+
 def test_rounds_are_reported_as_they_come():
     target, drafter = taught_pair("gemma3")
     calls: list[tuple[list[int], int]] = []

@@ -208,6 +208,20 @@ def test_stop_ends_every_wait(who, when):
     assert ended == [Stopped]
 
 
+def test_a_target_that_waits_hears_that_the_loader_is_done():
+    channel, got = Channel(num_targets=1, num_drafters=1, depth=1, pairs=False), list[Work | None]()
+
+    def fills():
+        # The target is waiting for its first fill by now, and none comes.
+        time.sleep(0.05)
+        yield from ()
+
+    thread = start(lambda: got.append(channel.next_work(0)))
+    channel.feed(fills())
+    join([thread])
+    assert got == [None]
+
+
 def test_stop_wins_over_work_that_is_there():
     channel = Channel(num_targets=1, num_drafters=1, depth=2, pairs=False)
     channel.feed(map(fill, range(2)))
