@@ -80,4 +80,5 @@ def test_each_worker_of_five_and_three_can_die(files, tmp_path, who):
     assert worker_threads() == []
     assert f"{who} breaks here" in str(caught.value)
     assert "still running" not in str(caught.value)
-    assert len(metrics(tmp_path)) < 100
+    # A loader that is far ahead can die before the first step, which is what the file begins with.
+    assert not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 100
