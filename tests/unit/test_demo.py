@@ -57,7 +57,9 @@ def test_the_demos_commands_are_such_that_blockdraft_takes(monkeypatch: pytest.M
     monkeypatch.setattr(control, "Control", lambda config, *_args, **_more: begun.append(config) or Ended())
     for verb in ("regenerate", "prepare", "evaluate"):
         monkeypatch.setattr(
-            importlib.import_module(f"blockdraft.commands.{verb}"), "run", lambda options, *_stops: begun.append(options) or 0
+            importlib.import_module(f"blockdraft.commands.{verb}"),
+            "run",
+            lambda options, *_stops: begun.append(options) or 0,
         )
     for command in commands:
         if command[0] == "blockdraft" and command[1] not in ("export", "report"):
