@@ -305,9 +305,11 @@ def test_data_without_any_anchor_are_refused(tmp_path):
         ({"drafter": {"window": 2, "window_layers": (0,)}}, r"drafter\.window must be at least drafter\.block_size"),
     ],
 )
-def test_what_cannot_run_is_said_before_any_thread_starts(files, tmp_path, changes, message):
+def test_what_cannot_run_is_said_before_any_thread_starts(files, tmp_path, changes, message, capsys):
     with pytest.raises(ConfigError, match=message):
         train.run(tiny_config(files, tmp_path, **changes), train.Options())
+    # Guards too are for what runs, and their lines would stand above the one that matters.
+    assert "guard:" not in capsys.readouterr().out
     assert worker_threads() == []
 
 

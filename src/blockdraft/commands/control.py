@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blockdraft.commands.boundary import Boundary, contents_at, evaluate
 from blockdraft.commands.build import Built, build, cpu_threads
-from blockdraft.commands.checks import check, resolve_dtypes
+from blockdraft.commands.checks import check, check_topology, resolve_dtypes
 from blockdraft.commands.nodes import check_agreement
 from blockdraft.commands.observing import SAMPLE_SECONDS, Observer
 from blockdraft.commands.recording import LINE_SECONDS, Recorder
@@ -55,7 +55,6 @@ class Control:
         stops: Stops | None = None,
     ) -> None:
         """`find_resume`, called first of all once the nodes have met: the checkpoint to go on from.
-
         `line_seconds`: console lines of steps are at least so far apart; metrics.jsonl has every step.
         """
         self.line_seconds, self.find_resume = line_seconds, find_resume
@@ -101,7 +100,8 @@ class Control:
             check_trackers(config.trackers)
         if self._is_over(config.steps):
             return 0
-        if any(not name.startswith("cpu") for name in (*config.runtime.targets, *config.runtime.drafters)):
+        targets, drafters = check_topology(config)
+        if any(one.type != "cpu" for side in (*targets, drafters) for one in side):
             self.protection = Protection(self.say)
         checked = check(config, node=self.world.node, num_nodes=self.world.num_nodes)
         if self._is_over(checked.total_steps):

@@ -180,14 +180,16 @@ def waiters(channel: Channel) -> dict[str, Callable[[], object]]:
         "feed": lambda: channel.feed(map(fill, range(100))),
         "next_work": lambda: channel.next_work(0),
         "take": lambda: channel.take(0, 50),
+        "meet": channel.meet,
     }
 
 
-@pytest.mark.parametrize("who", ["feed", "next_work", "take"])
+@pytest.mark.parametrize("who", ["feed", "next_work", "take", "meet"])
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_stop_ends_every_wait(who, when):
-    channel = Channel(num_targets=1, num_drafters=1, depth=1, pairs=False)
-    if who != "feed":
+    # A drafter meets nobody alone.
+    channel = Channel(num_targets=1, num_drafters=2 if who == "meet" else 1, depth=1, pairs=False)
+    if who in ("next_work", "take"):
         # Work is queued, but the only slot is taken.
         channel.feed(map(fill, range(3)))
         channel.next_work(0)
@@ -199,6 +201,7 @@ def test_stop_ends_every_wait(who, when):
         except Stopped:
             ended.append(Stopped)
 
+    channel.check()
     if when == "before":
         channel.stop()
     thread = start(wait)
@@ -206,6 +209,8 @@ def test_stop_ends_every_wait(who, when):
     channel.stop()
     join([thread])
     assert ended == [Stopped]
+    with pytest.raises(Stopped):
+        channel.check()
 
 
 def test_a_target_that_waits_hears_that_the_loader_is_done():
@@ -240,28 +245,6 @@ def test_drafters_that_meet_go_on_together_turn_after_turn():
 
     join([start(drafter) for _ in range(3)])
     assert log == [turn for turn in range(turns) for _ in range(3)]
-
-
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_stop_ends_a_meeting_and_every_check(when):
-    channel, ended = Channel(num_targets=1, num_drafters=2, depth=1, pairs=False), list[type]()
-
-    def meet() -> None:
-        try:
-            channel.meet()
-        except Stopped:
-            ended.append(Stopped)
-
-    channel.check()
-    if when == "before":
-        channel.stop()
-    thread = start(meet)
-    time.sleep(0.05)
-    channel.stop()
-    join([thread])
-    assert ended == [Stopped]
-    with pytest.raises(Stopped):
-        channel.check()
 
 
 @pytest.mark.parametrize("pairs", [False, True])
